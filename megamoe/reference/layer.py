@@ -1,0 +1,67 @@
+"""The whole layer, with no more than one expert's weights and rows in float64 at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megamoe.config import MegaMoEConfig
+from megamoe.reference.combine import invalid_tokens
+from megamoe.reference.dispatch import RankInputs, check_inputs, dispatch
+from megamoe.reference.l1 import l1_epilogue, l1_gemm, quantize_h
+from megamoe.reference.l2 import l2_gemm, l2_gemm_unquantised
+from megamoe.weights import L1Weights, L2Weights, check_transformed_weights
+
+
+def moe_layer(
+    config: MegaMoEConfig,
+    inputs: Sequence[RankInputs],
+    weights: Sequence[tuple[L1Weights, L2Weights]],
+    *,
+    activation_clamp: float | None = None,
+    quantize_hidden: bool = True,
+) -> list[Tensor]:
+    """y of every rank, exact in float64 but for the quantisation of h.
+
+    Experts that no route names are never converted. Partial results are added to y as they come (in float64 the order
+    does not matter); everything else is `combine`.
+
+    Args:
+        config: the layer.
+        inputs: those of every source rank.
+        weights: transformed weights of every rank's experts.
+        activation_clamp: as in `l1_epilogue`.
+        quantize_hidden: False leaves h unquantised, for the bound `y_unquantised`.
+
+    Returns:
+        float64 [n, H] for each rank. A token's row is NaN where one of its experts is E or more, or where it has
+        a valid route and NaN or inf in x or in that route's weight; +0 where all slots are masked.
+
+    Raises:
+        ValueError: an argument does not fit.
+    """
+    check_inputs(config, inputs)
+    if len(weights) != config.num_ranks:
+        raise ValueError(f"weights: got those of {len(weights)} ranks, expected {config.num_ranks}")
+    results = [
+        torch.zeros((given.num_tokens, config.hidden), dtype=torch.float64, device=given.x.device) for given in inputs
+    ]
+    for rank, (l1, l2) in enumerate(weights):
+        check_transformed_weights(config, l1, l2)
+        pool = dispatch(config, inputs, rank)
+        for expert in sorted(set(pool.expert.tolist())):
+            rows = (pool.expert == expert).nonzero().squeeze(1)
+            acc, _ = l1_gemm(config, pool, l1, rows, magnitude=False)
+            h = l1_epilogue(config, acc, pool.topk_weights[rows], activation_clamp=activation_clamp)
+            if quantize_hidden:
+                partial = l2_gemm(config, pool, *quantize_h(config, h), l2, rows)
+            else:
+                partial = l2_gemm_unquantised(config, pool, h, l2, rows)
+            for source, y in enumerate(results):
+                here = pool.source[rows] == source
+                y.index_add_(0, pool.token[rows[here]].to(y.device), partial[here].to(y.device))
+    for given, y in zip(inputs, results, strict=True):
+        y[invalid_tokens(config, given.topk_idx)] = torch.nan
+    return results
