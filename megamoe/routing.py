@@ -7,8 +7,10 @@ Two routers, as their models define them:
   from the best ``topk_groups`` groups.
 * ``softmax`` (Qwen3-MoE): scores are a softmax over all experts.
 
-Scores, sums and weights are fp32. The product with the gate is summed in float64 and rounded once, so that a token's
-routes do not depend on how many tokens, threads or ranks share the product. Equal scores go to the lower expert.
+Logits, scores, biased scores and weights are fp32 as in the models. What produces them (the product with the gate, the
+exponentials, the sum of the weights) runs in float64 and is rounded once: fp32 kernels round by a token's place in the
+batch, and a token's routes must not depend on how many tokens, threads or ranks share the work. Equal scores go to the
+lower expert.
 """
 
 from __future__ import annotations
@@ -82,13 +84,15 @@ def route(
     _check_shapes(config, hidden_states, gate_weight, correction_bias)
     gate = gate_weight.double().T
     logits = torch.cat([(tokens.double() @ gate).float() for tokens in hidden_states.split(_TOKENS_AT_A_TIME)])
-    scores = logits.sigmoid() if config.scoring == "sigmoid" else logits.softmax(dim=-1)
+    exact = logits.double()
+    scores = (exact.sigmoid() if config.scoring == "sigmoid" else exact.softmax(dim=-1)).float()
     selection = scores if correction_bias is None else scores + correction_bias.float()
     topk_idx = _best(_mask_groups(config, selection), config.num_topk)
     weights = scores.gather(1, topk_idx)
     if config.normalize_weights:
         # DeepSeek adds 1e-20 because all its sigmoids may underflow; the best of a softmax is at least 1 / num_experts.
-        weights = weights / (weights.sum(dim=-1, keepdim=True) + (1e-20 if config.scoring == "sigmoid" else 0.0))
+        total = weights.double().sum(dim=-1, keepdim=True).float()
+        weights = weights / (total + (1e-20 if config.scoring == "sigmoid" else 0.0))
     return Routing(topk_idx, weights * config.routed_scaling_factor)
 
 
