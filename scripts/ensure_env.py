@@ -189,7 +189,7 @@ def install(base: str, level: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(stamp_path(had))
     say(f"installing {REQUIREMENTS[level]} into .venv ...")
-    pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "-qq"]
     for arguments in [
         ["-r", os.path.join(ROOT, REQUIREMENTS[level])],
         # The console script `megamoe`. Without build isolation: an isolated build resolves its own requirements.
