@@ -111,17 +111,17 @@ def save_checkpoint(
     num_shards: int = 1,
     scale_dtype: torch.dtype = torch.float32,
     without: str | None = None,
-    **replaced: Tensor,
+    replaced: Mapping[str, Tensor] | None = None,
 ) -> Path:
     """Writes config.json and the layer: one file, or ``num_shards`` shards with an index, tensors dealt out in order.
 
-    ``without`` leaves one tensor out; ``replaced`` (name with __ for .) puts another one in its place.
+    ``without`` leaves one tensor out; ``replaced`` puts others in their place.
     """
     folder.mkdir(parents=True, exist_ok=True)
     config = {**layer.config, "quantization_config": FP8_CONFIG} if fp8 else dict(layer.config)
     (folder / "config.json").write_text(json.dumps(config))
     tensors = layer_tensors(layer, fp8=fp8, scale_dtype=scale_dtype)
-    tensors |= {name.replace("__", "."): tensor for name, tensor in replaced.items()}
+    tensors |= replaced or {}
     if without is not None:
         del tensors[without]
     # What a real checkpoint holds besides this layer; nothing may depend on it.
