@@ -1,0 +1,96 @@
+// Fault records, the abort flag, and the bounded wait that writes them.
+#pragma once
+#include "context.hpp"
+
+namespace megamoe {
+
+// Numbers are part of the record; megamoe/faults.py has the words for them.
+enum class FaultKind : uint32_t { input = 1, overflow, timeout, in_use, token_count };
+enum class WaitFor : uint32_t { nothing = 0, routes = 1, list_bases, table, rows, l1_tiles, expert_done, decision };
+
+struct Fault {
+  FaultKind kind;
+  WaitFor wait;
+  uint32_t peer;   // the rank that was waited for, or this rank
+  uint32_t index;  // expert, pool block or token, by what was waited for
+  uint64_t expected;
+  uint64_t seen;
+  uint64_t waited_ns;
+};
+
+MEGAMOE_FN void put_u64(uint32_t* record, FaultWord low, uint64_t value) {
+  record[uint32_t(low)] = uint32_t(value);
+  record[uint32_t(low) + 1] = uint32_t(value >> 32);
+}
+
+// Write a record on this rank. The first kMaxFaultRecords of a buffer are kept, all are counted.
+MEGAMOE_FN void record_fault(const Context& context, const Fault& fault) {
+  const auto& layout = *context.layout;
+  const uint32_t slot = SystemRef<uint32_t>(*context.own<uint32_t>(layout.fault_count)).fetch_add(1, acquire_release);
+  if (slot < kMaxFaultRecords) {
+    uint32_t* record = context.own<uint32_t>(layout.fault_records) + slot * layout.fault_records.stride[0];
+    record[uint32_t(FaultWord::kind)] = uint32_t(fault.kind);
+    record[uint32_t(FaultWord::wait)] = uint32_t(fault.wait);
+    record[uint32_t(FaultWord::rank)] = context.rank;
+    record[uint32_t(FaultWord::peer)] = fault.peer;
+    record[uint32_t(FaultWord::index)] = fault.index;
+    put_u64(record, FaultWord::epoch_low, context.epoch);
+    put_u64(record, FaultWord::expected_low, fault.expected);
+    put_u64(record, FaultWord::seen_low, fault.seen);
+    put_u64(record, FaultWord::waited_us_low, fault.waited_ns / 1000);
+    SystemRef<uint32_t>(record[uint32_t(FaultWord::written)]).store(1, release);
+  }
+  SystemRef<uint64_t>(context.host_status->fault_count).fetch_add(1, release);
+}
+
+MEGAMOE_FN bool aborted(const Context& context) {
+  return SystemRef<uint64_t>(*context.own<uint64_t>(context.layout->abort)).load(relaxed) != 0;
+}
+
+// Tell every rank to drain. Stays until the host resets the group.
+MEGAMOE_FN void raise_abort(const Context& context) {
+  for (uint32_t step = 0; step < context.problem->num_ranks; ++step) {
+    const uint32_t other = (context.rank + step) % context.problem->num_ranks;
+    SystemRef<uint64_t>(*context.peer<uint64_t>(other, context.layout->abort)).store(context.epoch, release);
+  }
+  SystemRef<uint64_t>(context.host_status->aborted_epoch).store(context.epoch, release);
+}
+
+constexpr uint32_t kPollsPerLook = 32;  // polls between two looks at the clock and the abort flag
+
+template <class T>
+struct Waited {
+  bool reached;
+  T seen;  // the value, acquired, when reached
+  MEGAMOE_FN explicit operator bool() const { return reached; }
+};
+
+// Wait until `reached(word)`. Called by one thread. Not reached means that the launch drains, because the deadline
+// passed (a record was written, every rank told) or because another wait already aborted it.
+// Polls relaxed and acquires once, so that on the GPU a poll does not flush the L1 cache.
+template <class Ref, class Reached>
+MEGAMOE_FN auto wait_until(const Context& context, Ref word, Reached reached, Fault fault)
+    -> Waited<decltype(word.load(relaxed))> {
+  perturb(Point::wait);
+  constexpr auto last_order = mutated(Mutation::relaxed_wait) ? relaxed : acquire;
+  uint64_t started = 0;
+  for (uint32_t polls = 0;; ++polls) {
+    const auto seen = word.load(relaxed);
+    if (reached(seen)) return {true, word.load(last_order)};
+    if (polls % kPollsPerLook == 0) {
+      if (aborted(context)) return {false, seen};
+      const uint64_t now = now_ns();
+      if (started == 0) started = now;
+      if (now - started > context.timeout_ns) {
+        fault.seen = uint64_t(seen);
+        fault.waited_ns = now - started;
+        record_fault(context, fault);
+        raise_abort(context);
+        return {false, seen};
+      }
+    }
+    pause();
+  }
+}
+
+}  // namespace megamoe

@@ -1,0 +1,94 @@
+// A launch on a rank's buffer: let in or refused, counted, its counters cleared for the next, and ended.
+#pragma once
+#include "faults.hpp"
+#include "team.hpp"
+
+namespace megamoe {
+
+enum class Entry : uint32_t { undecided = 0, run = 1, refused = 2 };
+
+constexpr uint64_t kEntryBits = 2;
+
+// The first worker of a launch decides for all of them, so that a launch runs whole or not at all. `launch` is unique
+// among launches that can overlap, and not 0. Called by one thread of each worker, with context.epoch not yet set;
+// afterwards context.epoch is this launch's, or for a refused one that of the launch in the way.
+MEGAMOE_FN Entry enter_launch(Context& context, uint64_t launch) {
+  perturb(Point::enter);
+  const auto& layout = *context.layout;
+  SystemRef<uint64_t> in_use(*context.own<uint64_t>(layout.in_use));
+  DeviceRef<uint64_t> epoch(*context.own<uint64_t>(layout.epoch));
+  DeviceRef<uint64_t> decision(context.own<uint64_t>(layout.launch_decisions)[launch % kLaunchDecisionSlots]);
+  const uint64_t undecided = launch << kEntryBits;
+  uint64_t slot = decision.load(relaxed);
+  while (slot >> kEntryBits != launch) {
+    if (decision.compare_exchange_weak(slot, undecided, acquire_release, relaxed)) {
+      uint64_t free = 0;
+      const bool entered = in_use.compare_exchange_strong(free, launch, acquire_release, acquire);
+      context.epoch = epoch.load(relaxed) + 1;
+      if (!entered) record_fault(context, {FaultKind::in_use, WaitFor::nothing, context.rank, 0, 0, context.epoch, 0});
+      decision.store(undecided | uint64_t(entered ? Entry::run : Entry::refused), release);
+      return entered ? Entry::run : Entry::refused;
+    }
+  }
+  while (slot == undecided) {  // the decider runs already and waits for nobody
+    pause();
+    slot = decision.load(relaxed);
+  }
+  slot = decision.load(acquire);
+  context.epoch = epoch.load(relaxed) + 1;
+  return Entry(slot & ((1u << kEntryBits) - 1));
+}
+
+// The last worker to leave ends the launch; `drained(context)` is called for it if the group was aborted.
+template <class Drained>
+MEGAMOE_FN void leave_launch(const Context& context, uint32_t num_workers, Drained drained) {
+  perturb(Point::leave);
+  const auto& layout = *context.layout;
+  if (!finish(context, Claim::exited_workers, num_workers)) return;
+  SystemRef<uint64_t> abort(*context.own<uint64_t>(layout.abort));
+  const uint64_t abort_epoch = abort.load(acquire);
+  if (abort_epoch != 0) {
+    drained(context);
+    SystemRef<uint64_t>(context.host_status->aborted_epoch).store(abort_epoch, relaxed);
+  }
+  DeviceRef<uint64_t>(*context.own<uint64_t>(layout.epoch)).store(context.epoch, relaxed);
+  SystemRef<uint64_t>(context.host_status->completed_epoch).store(context.epoch, release);
+  SystemRef<uint64_t>(*context.own<uint64_t>(layout.in_use)).store(0, release);
+}
+
+constexpr uint32_t kWordsPerClear = 4096;
+
+// Clear, by claim, the bank that the next launch counts in. The last launch's counters stay readable until then.
+template <class Team>
+MEGAMOE_FN void clear_other_bank(const Context& context, Team& team) {
+  if constexpr (mutated(Mutation::bank_not_cleared)) return;
+  const auto& layout = *context.layout;
+  const uint32_t bank = mutated(Mutation::wrong_bank_cleared) ? context.bank() : context.other_bank();
+  struct Part {
+    uint32_t* words;
+    uint64_t count;
+  };
+  const auto part = [&](const Region& region, uint32_t words_per_item) {
+    return Part{context.own<uint32_t>(region) + bank * region.stride[0] * words_per_item,
+                region.stride[0] * words_per_item};
+  };
+  const Part parts[4] = {part(layout.l1_arrival_count, 1), part(layout.l2_arrival_mask, 2),
+                         part(layout.expert_progress, 1), part(layout.claims, 1)};
+  uint64_t total = 0;
+  for (const Part& piece : parts) total += piece.count;
+  const uint32_t chunks = uint32_t((total + kWordsPerClear - 1) / kWordsPerClear);
+  for (;;) {
+    const uint32_t chunk = team.once([&] { return take(context, Claim::clear); });
+    if (chunk >= chunks) return;
+    const uint64_t first = uint64_t(chunk) * kWordsPerClear;
+    for (uint64_t i = first + team.rank(); i < first + kWordsPerClear && i < total; i += team.size()) {
+      uint64_t word = i;
+      uint32_t index = 0;
+      while (word >= parts[index].count) word -= parts[index++].count;
+      DeviceRef<uint32_t>(parts[index].words[word]).store(0, relaxed);
+    }
+    team.sync();
+  }
+}
+
+}  // namespace megamoe

@@ -1,0 +1,83 @@
+// At the owner: fetch the rows of the pool from their sources, in claimed runs.
+#pragma once
+#include "done.hpp"
+#include "routes.hpp"
+
+namespace megamoe {
+
+// Where one pool row comes from and goes to.
+struct PulledRow {
+  uint32_t pool_row;
+  uint32_t source;
+  uint32_t token;
+  uint32_t slot;
+};
+
+MEGAMOE_FN uint32_t source_step_of_row(const Context& context, uint32_t expert, uint32_t row_of_expert) {
+  const uint32_t* rows = source_rows(context, expert);
+  uint32_t low = 0, high = context.problem->num_ranks;  // rows[low] <= row < rows[high]
+  while (high - low > 1) {
+    const uint32_t middle = (low + high) / 2;
+    (rows[middle] <= row_of_expert ? low : high) = middle;
+  }
+  return low;
+}
+
+// Look a row up in its source's list. Reads remote memory: only under a claim.
+MEGAMOE_FN PulledRow locate_row(const Context& context, uint32_t block, uint32_t row_of_block) {
+  const auto& layout = *context.layout;
+  const uint32_t expert = pool_blocks(context)[block].expert;
+  const uint32_t row = (block - expert_blocks(context)[expert]) * context.problem->block_m + row_of_block;
+  const uint32_t step = source_step_of_row(context, expert, row);
+  const uint32_t source = rotated_source(context, step);
+  const uint64_t base = context.own<uint64_t>(layout.route_base)[source * layout.route_base.stride[0] + expert];
+  const uint32_t position = row - source_rows(context, expert)[step];
+  const auto entry = context.peer<RouteListEntry>(source, layout.route_list)[base + position];
+  return {block * context.problem->block_m + row_of_block, source, entry.token, entry.slot};
+}
+
+// Metadata and weight of a row; the activations are the target's to copy.
+MEGAMOE_FN void store_row_metadata(const Context& context, const PulledRow& row) {
+  const auto& layout = *context.layout;
+  uint32_t* metadata =
+      context.own<uint32_t>(layout.token_src_metadata) + row.pool_row * layout.token_src_metadata.stride[0];
+  metadata[0] = row.source;
+  metadata[1] = row.token;
+  metadata[2] = row.slot;
+  const float* weights = context.peer<float>(row.source, layout.topk_weights);
+  context.own<float>(layout.l1_topk_weights)[row.pool_row] = weights[row.token * context.problem->num_topk + row.slot];
+}
+
+// Pull until no run is left. `copy_rows(block, first_row, rows)` copies the activations, scales, weights and metadata of
+// a run and returns when the stores of every thread of the team are complete. False when the launch drains.
+template <class Team, class CopyRows>
+MEGAMOE_FN bool pull_rows(const Context& context, Team& team, CopyRows copy_rows) {
+  const Table table = wait_for_table(context, team);
+  if (!table.ready) return false;
+  const uint32_t runs_per_block = ceil_div(context.problem->block_m, kRowsPerPull);
+  const uint32_t runs = table.num_blocks * runs_per_block;
+  for (;;) {
+    const uint32_t run = team.once([&] { return take(context, Claim::pull); });
+    if (run >= runs) return true;
+    if (aborted(context)) return false;
+    const uint32_t block = run / runs_per_block;
+    const uint32_t first_row = run % runs_per_block * kRowsPerPull;
+    const PoolBlock pool_block = pool_blocks(context)[block];
+    if (first_row >= pool_block.rows) continue;
+    const uint32_t rows = smaller(kRowsPerPull, pool_block.rows - first_row);
+    copy_rows(block, first_row, rows);
+    team.sync();
+    team.once([&] {
+      perturb(Point::arrive);
+      uint32_t arrived = rows;
+      if constexpr (mutated(Mutation::arrival_one_too_few)) arrived -= first_row == 0 ? 1 : 0;
+      if constexpr (mutated(Mutation::arrival_one_too_many)) arrived += first_row == 0 ? 1 : 0;
+      DeviceRef<uint32_t>(context.banked<uint32_t>(context.layout->l1_arrival_count)[block])
+          .fetch_add(arrived, acquire_release);
+      if (!context.has_l2()) advance_expert(context, pool_block.expert, rows);
+      return true;
+    });
+  }
+}
+
+}  // namespace megamoe

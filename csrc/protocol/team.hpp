@@ -1,0 +1,33 @@
+// A team is the set of threads that works on one claim together. The protocol asks of it:
+//   rank(), size()               this thread's place
+//   sync()                       barrier over the team, which also orders memory within it
+//   once(f)                      the first thread runs f; every thread gets the result, ordered after what f saw
+//   all(flag)                    whether the flag holds in every thread; orders memory like sync()
+//   exclusive_sum(data, n)       data[i] becomes the sum of data[0..i), returns the total; data is the team's alone
+// A GPU target builds teams from warps. One thread is a team too.
+#pragma once
+#include "primitives.hpp"
+
+namespace megamoe {
+
+struct SoloTeam {
+  MEGAMOE_FN static constexpr uint32_t rank() { return 0; }
+  MEGAMOE_FN static constexpr uint32_t size() { return 1; }
+  MEGAMOE_FN static void sync() {}
+  template <class Function>
+  MEGAMOE_FN static auto once(Function function) {
+    return function();
+  }
+  MEGAMOE_FN static bool all(bool flag) { return flag; }
+  MEGAMOE_FN static uint32_t exclusive_sum(uint32_t* data, uint32_t count) {
+    uint32_t total = 0;
+    for (uint32_t i = 0; i < count; ++i) {
+      const uint32_t value = data[i];
+      data[i] = total;
+      total += value;
+    }
+    return total;
+  }
+};
+
+}  // namespace megamoe
