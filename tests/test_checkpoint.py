@@ -358,6 +358,6 @@ def test_a_real_size_layer_takes_the_memory_of_the_routed_experts(tmp_path: Path
     assert measured["right"]
     assert measured["shards"] == [f"model-0000{n}-of-00004.safetensors" for n in (1, 2, 4)]
     assert measured["bytes"] > 256 * REAL_EXPERT_BYTES
-    # Beside the routed experts a constant: one expert mapped, copied, joined and interleaved, part of which malloc keeps
+    # Beside the routed experts a constant: one expert mapped, copied, joined, interleaved; malloc keeps part of that
     # (measured: 1 to 5 experts for 1, 3, 20 and 60 routed ones).
     assert measured["kept"] <= measured["grown"] < (len(REAL_ROUTED) + 7) * REAL_EXPERT_BYTES

@@ -1,0 +1,23 @@
+"""The ``megamoe`` command. Exit codes: 0 done and within the bounds, 1 a fault or a bound missed, 2 a wrong call."""
+
+from __future__ import annotations
+
+import typer
+
+from megamoe.cli.layout import layout
+from megamoe.cli.run import run
+
+app = typer.Typer(
+    name="megamoe",
+    help="One mixture-of-experts layer over expert-parallel ranks as one kernel.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(run)
+app.command()(layout)
+
+
+def main() -> None:
+    """The console script."""
+    app(prog_name="megamoe")
