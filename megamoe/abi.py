@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from typing import Any
 
-_SCALARS: dict[str, tuple[type, str]] = {
+_SCALARS: dict[str, tuple[Any, str]] = {
     "u32": (ctypes.c_uint32, "uint32_t"),
     "i32": (ctypes.c_int32, "int32_t"),
     "u64": (ctypes.c_uint64, "uint64_t"),
@@ -38,8 +39,8 @@ def declare(name: str, fields: tuple[Field, ...], known: tuple[StructType, ...] 
 
     The C++ text asserts the size that ctypes computed, so a disagreement does not compile.
     """
-    by_name = {struct.name: struct.ctype for struct in known}
-    c_fields: list[tuple[str, type]] = []
+    by_name: dict[str, Any] = {struct.name: struct.ctype for struct in known}
+    c_fields: list[tuple[str, Any]] = []
     lines = [f"struct {name} {{"]
     for field in fields:
         c_type, cpp_type = _SCALARS.get(field.kind) or (by_name[field.kind], field.kind)

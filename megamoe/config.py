@@ -12,6 +12,8 @@ MAX_RANKS = 72
 MAX_TOPK = 32
 BLOCK_M_CHOICES = (32, 64, 128)
 L2_SF_GRANULARITY_CHOICES = (64, 128)
+ACCUM_DEBUG_EDGE = 128
+"""Rows and columns of the debug view of L1 accumulators."""
 INTERLEAVE = 8
 """Gate and up rows of the L1 weight alternate in groups of this many."""
 

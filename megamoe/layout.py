@@ -9,7 +9,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from megamoe import abi
-from megamoe.config import INTERLEAVE, SCALE_BLOCK, MegaMoEConfig, ceil_div, round_up
+from megamoe.config import ACCUM_DEBUG_EDGE, INTERLEAVE, SCALE_BLOCK, MegaMoEConfig, ceil_div, round_up
 
 ITEM_BYTES = {"e4m3": 1, "bf16": 2, "f32": 4, "u32": 4, "i64": 8, "u64": 8}
 REGION_ALIGNMENT = 256
@@ -29,8 +29,6 @@ LAUNCH_DECISION_SLOTS = 8
 """Launches that may be let in or refused on one buffer at the same time."""
 
 MAX_FAULT_RECORDS = 32
-ACCUM_DEBUG_EDGE = 128
-
 CLAIM_NAMES = (
     "count_chunk",
     "counted_chunks",

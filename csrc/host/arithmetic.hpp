@@ -33,7 +33,7 @@ constexpr float kE4m3Max = 448.0f;
 inline uint8_t to_e4m3(float value) {
   const uint32_t bits = std::bit_cast<uint32_t>(value);
   const uint8_t sign = uint8_t(bits >> 24 & 0x80);
-  if (std::isnan(value)) return sign | 0x7f;
+  if (std::isnan(value)) return 0x7f;
   const float magnitude = std::fabs(value);
   if (magnitude >= kE4m3Max) return sign | 0x7e;
   // Adding and taking away a power of two rounds to its multiple of 2^-23, to nearest even: choose it so that what is

@@ -1,0 +1,333 @@
+"""The calls a user makes, under the names users of such kernels already know."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megamoe.buffer import SymmBuffer, VirtualSymmBuffer, default_timeout_s, open_buffers
+from megamoe.config import ACCUM_DEBUG_EDGE, SCALE_BLOCK, MegaMoEConfig, Stage
+from megamoe.groups import VirtualGroup, as_group
+from megamoe.layout import LAUNCH_STRUCT, buffer_layout
+from megamoe.quant import describe
+from megamoe.schedule import Schedule, override_schedule, pick_schedule
+from megamoe.targets import build_all
+from megamoe.weights import L1Weights, L2Weights, check_transformed_weights
+
+RECIPE = (1, SCALE_BLOCK, SCALE_BLOCK)
+# Unique over processes too: a buffer may be launched on from another process by mistake, and must notice.
+_launch_numbers = itertools.count((os.getpid() & 0xFFFFF) << 40 | 1)
+
+
+@dataclass(frozen=True)
+class DebugWindow:
+    """Which 128x128 window of the L1 product to write to ``l1_accum_debug``: rows of the pool, columns interleaved."""
+
+    row_block: int = 0
+    column_block: int = 0
+
+
+def make_config(
+    num_ranks: int,
+    num_experts: int,
+    num_max_tokens_per_rank: int,
+    num_topk: int,
+    hidden: int,
+    intermediate_hidden: int,
+    *,
+    l2_sf_granularity: int = 128,
+    pool_rows: int | None = None,
+    schedule: Schedule | None = None,
+) -> MegaMoEConfig:
+    """The config of a layer, with the schedule that fits it (or the given one), after MEGAMOE_CONFIG.
+
+    Raises:
+        ValueError: see MegaMoEConfig.
+    """
+    tiles = override_schedule(schedule or pick_schedule(hidden, l2_sf_granularity))
+    return MegaMoEConfig(
+        num_ranks=num_ranks,
+        num_experts=num_experts,
+        num_topk=num_topk,
+        hidden=hidden,
+        intermediate_hidden=intermediate_hidden,
+        num_max_tokens_per_rank=num_max_tokens_per_rank,
+        l2_sf_granularity=l2_sf_granularity,
+        pool_rows=pool_rows,
+        block_m=tiles.block_m,
+        l1_block_n=tiles.l1_block_n,
+        l2_block_n=tiles.l2_block_n,
+    )
+
+
+def get_symm_buffer_for_mega_moe(
+    group: VirtualGroup | dist.ProcessGroup,
+    num_experts: int,
+    num_max_tokens_per_rank: int,
+    num_topk: int,
+    hidden: int,
+    intermediate_hidden: int,
+    *,
+    l2_sf_granularity: int = 128,
+    pool_rows: int | None = None,
+    timeout_s: float | None = None,
+    max_ctas: int | None = None,
+    check_every: int | None = None,
+    schedule: Schedule | None = None,
+) -> Any:
+    """Allocate the symmetric buffers of a group. Collective; every rank passes the same numbers.
+
+    Args:
+        group: a torch process group (gloo: CPU; NCCL: one GPU a rank) or a VirtualGroup.
+        num_experts: experts over all ranks.
+        num_max_tokens_per_rank: token capacity of each rank.
+        num_topk: routes of a token.
+        hidden: model width, a multiple of 128.
+        intermediate_hidden: expert width, a multiple of 128.
+        l2_sf_granularity: columns of the intermediate that share a scale, 64 or 128.
+        pool_rows: pool rows a rank has room for; None: the worst case, which no routing can exceed.
+        timeout_s: seconds a wait on the device may take; None: MEGAMOE_TIMEOUT_S, else 300.
+        max_ctas: CTAs (host target: worker threads) a launch may use; None: the group's own number.
+        check_every: poll for faults, without waiting, at every so many launches.
+        schedule: tile shapes; None: picked from the shape.
+
+    Returns:
+        SymmBuffer of this rank, or VirtualSymmBuffer for a VirtualGroup.
+
+    Raises:
+        ValueError: a number breaks a rule, or the ranks disagree.
+    """
+    if max_ctas is not None and max_ctas < 1:
+        raise ValueError(f"max_ctas must be at least 1 or None, got {max_ctas}")
+    config = make_config(
+        as_group(group).num_ranks,
+        num_experts,
+        num_max_tokens_per_rank,
+        num_topk,
+        hidden,
+        intermediate_hidden,
+        l2_sf_granularity=l2_sf_granularity,
+        pool_rows=pool_rows,
+        schedule=schedule,
+    )
+    timeout = default_timeout_s() if timeout_s is None else timeout_s
+    return open_buffers(group, config, timeout_s=timeout, check_every=check_every, max_workers=max_ctas)
+
+
+def get_symm_buffer_size_for_sm90_mega_moe(
+    num_ranks: int,
+    num_experts: int,
+    num_max_tokens_per_rank: int,
+    num_topk: int,
+    hidden: int,
+    intermediate_hidden: int,
+    *,
+    l2_sf_granularity: int = 128,
+    pool_rows: int | None = None,
+) -> int:
+    """Bytes of one rank's symmetric buffer."""
+    config = make_config(
+        num_ranks,
+        num_experts,
+        num_max_tokens_per_rank,
+        num_topk,
+        hidden,
+        intermediate_hidden,
+        l2_sf_granularity=l2_sf_granularity,
+        pool_rows=pool_rows,
+    )
+    return buffer_layout(config).num_bytes
+
+
+def get_token_alignment_for_sm90_mega_moe(hidden: int = 7168, *, l2_sf_granularity: int = 128) -> int:
+    """Rows to which every expert's routes are padded in the pool (block_m of the schedule)."""
+    return override_schedule(pick_schedule(hidden, l2_sf_granularity)).block_m
+
+
+def fp8_mega_moe(
+    y: Tensor,
+    l1_weights: L1Weights,
+    l2_weights: L2Weights,
+    sym_buffer: SymmBuffer,
+    cumulative_local_expert_recv_stats: Tensor | None = None,
+    recipe: tuple[int, int, int] = RECIPE,
+    activation: str = "swiglu",
+    activation_clamp: float | None = None,
+    fast_math: bool = True,
+    *,
+    num_tokens: int | Tensor | None = None,
+) -> None:
+    """Run the layer on the tokens in the views of ``sym_buffer``. Asynchronous; its ``check()`` waits and raises.
+
+    Args:
+        y: bf16 [tokens, hidden], contiguous: the answer.
+        l1_weights: of ``transform_weights_for_mega_moe``, for this rank's experts.
+        l2_weights: likewise.
+        sym_buffer: this rank's buffer, its inputs filled.
+        cumulative_local_expert_recv_stats: int32 [experts_per_rank], to which the routes received are added.
+        recipe: scale granularity of (activations, weight rows, weight columns); only (1, 128, 128).
+        activation: only ``swiglu``.
+        activation_clamp: c in ``g = min(g, c), u = clamp(u, -c, c)``; None: no clamp.
+        fast_math: allow approximate exponential and reciprocal in SwiGLU (the host target has only exact ones).
+        num_tokens: tokens to run; None: ``y.shape[0]``; an int32 tensor [1] on the buffer's device is read by the
+            launch itself.
+
+    Raises:
+        ValueError: an argument does not fit; nothing was launched.
+    """
+    launch_mega_moe(
+        y,
+        l1_weights,
+        l2_weights,
+        sym_buffer,
+        cumulative_local_expert_recv_stats,
+        recipe,
+        activation,
+        activation_clamp,
+        fast_math,
+        num_tokens=num_tokens,
+    )
+
+
+def launch_mega_moe(
+    y: Tensor,
+    l1_weights: L1Weights,
+    l2_weights: L2Weights,
+    sym_buffer: SymmBuffer,
+    cumulative_local_expert_recv_stats: Tensor | None = None,
+    recipe: tuple[int, int, int] = RECIPE,
+    activation: str = "swiglu",
+    activation_clamp: float | None = None,
+    fast_math: bool = True,
+    *,
+    num_tokens: int | Tensor | None = None,
+    stage: Stage = Stage.COMBINE,
+    debug: DebugWindow | None = None,
+    role_times: Tensor | None = None,
+    stream: Any = None,
+) -> None:
+    """``fp8_mega_moe`` with what bring-up needs beside it.
+
+    Args:
+        stage: where to stop.
+        debug: the window of the L1 product to write to ``l1_accum_debug``; None: none.
+        role_times: int64 [number of roles] (``targets.host.ROLE_NAMES``) to which workers add nanoseconds.
+        stream: another stream of the target.
+    """
+    if not isinstance(sym_buffer, SymmBuffer):
+        raise ValueError(
+            f"sym_buffer: got {type(sym_buffer).__name__}, expected one rank's SymmBuffer"
+            + (" (take one of .ranks)" if isinstance(sym_buffer, VirtualSymmBuffer) else "")
+        )
+    sym_buffer._require_open()
+    config = sym_buffer.config
+    tokens = _check_y(y, num_tokens, sym_buffer)
+    check_transformed_weights(config, l1_weights, l2_weights)
+    for name, tensor in (("l1_weights", l1_weights.weight), ("l2_weights", l2_weights.weight)):
+        if tensor.device != sym_buffer.device:
+            raise ValueError(f"{name}: got {describe(tensor)}, expected the buffer's device {sym_buffer.device}")
+    _check_choices(recipe, activation, activation_clamp)
+    _check_stats(cumulative_local_expert_recv_stats, sym_buffer)
+    _check_debug(debug, config)
+    word = num_tokens if isinstance(num_tokens, Tensor) else None
+    arguments = LAUNCH_STRUCT.ctype(
+        y=y.data_ptr() if y.numel() else 0,
+        l1_weight=l1_weights.weight.data_ptr(),
+        l1_sf=l1_weights.sf.data_ptr(),
+        l2_weight=l2_weights.weight.data_ptr(),
+        l2_sf=l2_weights.sf.data_ptr(),
+        recv_stats=0 if cumulative_local_expert_recv_stats is None else cumulative_local_expert_recv_stats.data_ptr(),
+        num_tokens_word=0 if word is None else word.data_ptr(),
+        role_times=0 if role_times is None else role_times.data_ptr(),
+        timeout_ns=int(sym_buffer.timeout_s * 1e9),
+        launch=next(_launch_numbers),
+        num_tokens=tokens,
+        stage=int(stage),
+        has_clamp=activation_clamp is not None,
+        activation_clamp=activation_clamp or 0.0,
+        fast_math=fast_math,
+        debug=debug is not None,
+        debug_row_block=0 if debug is None else debug.row_block,
+        debug_column_block=0 if debug is None else debug.column_block,
+    )
+    keep_alive = (y, l1_weights, l2_weights, cumulative_local_expert_recv_stats, word, role_times)
+    sym_buffer.launch(arguments, keep_alive, stream=stream)
+
+
+def dummy_run(l1_weights: L1Weights, l2_weights: L2Weights, sym_buffer: SymmBuffer) -> None:
+    """Take part in a launch with no token of one's own, as an idle rank must."""
+    y = torch.empty(0, sym_buffer.config.hidden, dtype=torch.bfloat16, device=sym_buffer.device)
+    fp8_mega_moe(y, l1_weights, l2_weights, sym_buffer)
+
+
+def warmup(sym_buffer: SymmBuffer | VirtualSymmBuffer) -> None:
+    """Compile and load everything before traffic. Collective."""
+    group = sym_buffer._group
+    build_all(group.target, lambda line: None)
+    group.barrier()
+
+
+def _check_y(y: Tensor, num_tokens: int | Tensor | None, sym_buffer: SymmBuffer) -> int:
+    hidden = sym_buffer.config.hidden
+    if not isinstance(y, Tensor) or y.dim() != 2 or y.shape[1] != hidden or y.dtype != torch.bfloat16:
+        raise ValueError(f"y: got {describe(y)}, expected bf16 [tokens, {hidden}]")
+    if not y.is_contiguous():
+        raise ValueError(f"y: got strides {y.stride()} of shape {list(y.shape)}, expected a contiguous tensor")
+    if y.device != sym_buffer.device:
+        raise ValueError(f"y: got {describe(y)}, expected the buffer's device {sym_buffer.device}")
+    sym_buffer.check_num_tokens(y.shape[0])
+    if num_tokens is None:
+        return int(y.shape[0])
+    if isinstance(num_tokens, Tensor):
+        if num_tokens.dtype != torch.int32 or num_tokens.numel() != 1 or num_tokens.device != sym_buffer.device:
+            raise ValueError(
+                f"num_tokens: got {describe(num_tokens)}, expected one int32 on the buffer's device {sym_buffer.device}"
+            )
+        return int(y.shape[0])
+    if isinstance(num_tokens, bool) or not isinstance(num_tokens, int) or not 0 <= num_tokens <= y.shape[0]:
+        raise ValueError(f"num_tokens: got {num_tokens!r}, expected 0 to y.shape[0] = {y.shape[0]}")
+    return num_tokens
+
+
+def _check_choices(recipe: tuple[int, int, int], activation: str, activation_clamp: float | None) -> None:
+    if tuple(recipe) != RECIPE:
+        raise ValueError(f"recipe: got {recipe}, expected {RECIPE}")
+    if activation != "swiglu":
+        raise ValueError(f"activation: got {activation!r}, expected 'swiglu'")
+    if activation_clamp is not None and not (activation_clamp > 0 and math.isfinite(activation_clamp)):
+        raise ValueError(f"activation_clamp: got {activation_clamp!r}, expected a positive finite number or None")
+
+
+def _check_stats(stats: Tensor | None, sym_buffer: SymmBuffer) -> None:
+    if stats is None:
+        return
+    shape = (sym_buffer.config.experts_per_rank,)
+    if (
+        not isinstance(stats, Tensor)
+        or stats.dtype != torch.int32
+        or tuple(stats.shape) != shape
+        or stats.device != sym_buffer.device
+        or not stats.is_contiguous()
+    ):
+        raise ValueError(
+            f"cumulative_local_expert_recv_stats: got {describe(stats)}, expected contiguous int32 {list(shape)} on "
+            f"{sym_buffer.device}"
+        )
+
+
+def _check_debug(debug: DebugWindow | None, config: MegaMoEConfig) -> None:
+    if debug is None:
+        return
+    for name, value, size in (
+        ("row_block", debug.row_block, config.num_pool_rows),
+        ("column_block", debug.column_block, config.l1_columns),
+    ):
+        if not 0 <= value * ACCUM_DEBUG_EDGE < size:
+            raise ValueError(f"debug.{name}: got {value}, expected a block of {ACCUM_DEBUG_EDGE} within {size}")

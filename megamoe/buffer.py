@@ -1,0 +1,358 @@
+"""Symmetric buffers: the memory of one rank with its views, inputs, faults and life cycle."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megamoe.config import MegaMoEConfig
+from megamoe.faults import Fault, MegaMoEFault, read_fault_records
+from megamoe.groups import DistributedGroup, LocalGroup, VirtualGroup, as_group
+from megamoe.layout import BufferLayout, Region, buffer_layout
+from megamoe.quant import describe, quantize_activations
+from megamoe.targets import get_target
+
+_DTYPES = {
+    "e4m3": torch.float8_e4m3fn,
+    "bf16": torch.bfloat16,
+    "f32": torch.float32,
+    "u32": torch.uint32,
+    "i64": torch.int64,
+    "u64": torch.uint64,
+}
+DEBUG_VIEWS = (
+    "x",
+    "x_sf",
+    "topk_idx",
+    "topk_weights",
+    "l1_acts",
+    "l1_acts_sf",
+    "l1_topk_weights",
+    "expert_recv_count_sum",
+    "l1_arrival_count",
+    "token_src_metadata",
+    "l1_accum_debug",
+    "l2_acts",
+    "l2_acts_sf",
+    "l2_arrival_mask",
+    "combine",
+)
+"""Views by the names of harness.md, in pipeline order; ``y`` is the caller's own tensor."""
+
+_RESET_REGIONS = (
+    "claims",
+    "l1_arrival_count",
+    "l2_arrival_mask",
+    "expert_progress",
+    "in_use",
+    "launch_decisions",
+    "fault_count",
+    "fault_records",
+)
+
+
+def default_timeout_s() -> float:
+    """MEGAMOE_TIMEOUT_S, or 300: how long a wait on the device may take."""
+    return float(os.environ.get("MEGAMOE_TIMEOUT_S", "300"))
+
+
+class SymmBuffer:
+    """One rank's symmetric buffer.
+
+    Attributes:
+        config: the layer.
+        layout: where each region lies.
+        rank: this rank in the group.
+        timeout_s: seconds a wait on the device may take before it becomes a fault.
+
+    Each name in ``DEBUG_VIEWS`` is an attribute too, a view of the live memory (see harness.md for shapes). Fill
+    ``x``, ``x_sf``, ``topk_idx`` and ``topk_weights`` (or call ``fill``) only while no launch is under way.
+    """
+
+    def __init__(
+        self,
+        rank_memory: Any,
+        group: LocalGroup | DistributedGroup,
+        timeout_s: float,
+        check_every: int | None,
+    ) -> None:
+        self._rank = rank_memory
+        self._group = group
+        self.layout: BufferLayout = rank_memory.layout
+        self.config: MegaMoEConfig = self.layout.config
+        self.rank: int = rank_memory.rank
+        self.timeout_s = timeout_s
+        self._check_every = check_every
+        self._launches = 0
+        self._reported_faults = 0
+        self._closed = False
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"{self.layout.num_bytes} bytes, epoch {self.epoch}"
+        return f"SymmBuffer(rank {self.rank} of {self.config.num_ranks}, {self._group.target}, {state})"
+
+    # --- views ---------------------------------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Tensor:
+        if name in DEBUG_VIEWS:
+            return self.view(name)
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+    def view(self, name: str, *, rank: int | None = None) -> Tensor:
+        """The live view of a region; a banked region shows the bank of the last launch.
+
+        Args:
+            name: a region of ``layout`` (``megamoe layout`` lists them).
+            rank: whose buffer; None means this rank's.
+
+        Raises:
+            ValueError: no such region, or the buffer is closed.
+        """
+        self._require_open()
+        if name not in self.layout.by_name:
+            raise ValueError(f"name must be a region of the layout ({', '.join(self.layout.by_name)}), got {name!r}")
+        region = self.layout[name]
+        memory = self._rank.memory if rank is None else self._rank.peer_memory(rank)
+        whole = _region_view(memory, region)
+        return whole[self.epoch % 2] if region.banked else whole
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self._rank.device
+        return device
+
+    @property
+    def epoch(self) -> int:
+        """Launches that have ended on this buffer."""
+        return int(_region_view(self._rank.memory, self.layout["epoch"])[0].item())
+
+    # --- inputs --------------------------------------------------------------------------------------------------
+
+    def fill(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, *, ue8m0: bool = False) -> int:
+        """Quantise tokens and put them, with their routes, into the views of this rank.
+
+        Args:
+            x: bf16 or fp32 [tokens, hidden].
+            topk_idx: integer [tokens, num_topk]: global expert ids; below 0 = masked.
+            topk_weights: fp32 [tokens, num_topk].
+            ue8m0: round the scales up to powers of two.
+
+        Returns:
+            The number of tokens.
+
+        Raises:
+            ValueError: a shape, dtype or the number of tokens does not fit; names the argument.
+        """
+        self._require_open()
+        config, tokens = self.config, x.shape[0] if x.dim() == 2 else -1
+        if x.dim() != 2 or x.shape[1] != config.hidden or not x.dtype.is_floating_point:
+            raise ValueError(f"x: got {describe(x)}, expected bf16 or fp32 [tokens, {config.hidden}]")
+        self.check_num_tokens(tokens)
+        routes = (tokens, config.num_topk)
+        if tuple(topk_idx.shape) != routes or topk_idx.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"topk_idx: got {describe(topk_idx)}, expected int32 or int64 {list(routes)}")
+        if tuple(topk_weights.shape) != routes or topk_weights.dtype != torch.float32:
+            raise ValueError(f"topk_weights: got {describe(topk_weights)}, expected fp32 {list(routes)}")
+        values, scales = quantize_activations(x, ue8m0=ue8m0)
+        self.view("x")[:tokens].view(torch.uint8).copy_(values.view(torch.uint8))
+        self.view("x_sf")[:tokens] = scales
+        self.view("topk_idx")[:tokens] = topk_idx
+        self.view("topk_weights")[:tokens] = topk_weights
+        return tokens
+
+    def check_num_tokens(self, tokens: int) -> None:
+        """Raises ValueError when ``tokens`` does not fit this buffer."""
+        if not 0 <= tokens <= self.config.num_max_tokens_per_rank:
+            raise ValueError(
+                f"num_tokens: got {tokens}, expected 0 to num_max_tokens_per_rank = "
+                f"{self.config.num_max_tokens_per_rank}"
+            )
+
+    # --- launching and faults ------------------------------------------------------------------------------------
+
+    def launch(self, arguments: Any, keep_alive: object, *, stream: Any = None) -> None:
+        """Queue a launch on this rank. Users call ``fp8_mega_moe``; its arguments are checked there."""
+        self._require_open()
+        self._rank.launch(arguments, keep_alive, stream)
+        self._launches += 1
+        if self._check_every is not None and self._launches % self._check_every == 0:
+            self._raise_for_faults(idle=False)
+
+    def check(self) -> None:
+        """Wait for the launches so far and raise for what went wrong in them.
+
+        Raises:
+            MegaMoEFault: a fault since the last check, in words, or the group is aborted and wants ``reset()``.
+            ValueError: the buffer is closed.
+        """
+        self._require_open()
+        # A launch whose peers are gone ends within the deadline, once for each launch that was queued.
+        if not self._rank.synchronize():
+            raise MegaMoEFault(f"rank {self.rank}: a launch did not end")
+        self._raise_for_faults(idle=True)
+
+    def _raise_for_faults(self, *, idle: bool) -> None:
+        status = self._rank.status
+        aborted = int(status.aborted_epoch) or (int(self.view("abort")[0].item()) if idle else 0)
+        if int(status.fault_count) == self._reported_faults and not aborted:
+            return
+        self._reported_faults = int(status.fault_count)
+        faults = self.read_faults()
+        if aborted:
+            faults += [fault for rank in self._other_ranks() for fault in self.read_faults(rank)]
+        elif idle:  # nothing runs, so the records are ours to recycle; an aborted group keeps them until its reset
+            self.view("fault_records").view(torch.int32).zero_()
+            self.view("fault_count").view(torch.int32).zero_()
+        sentences = [fault.describe(self.config) for fault in faults]
+        if aborted:
+            sentences.append(
+                f"the group is aborted since epoch {aborted}: y is NaN from there on, later launches end at once, and "
+                "reset() (every rank alive) or a new group makes it work again"
+            )
+        raise MegaMoEFault("; ".join(sentences), faults, aborted)
+
+    def _other_ranks(self) -> list[int]:
+        return [rank for rank in range(self.config.num_ranks) if rank != self.rank]
+
+    def read_faults(self, rank: int | None = None) -> list[Fault]:
+        """The fault records that a rank's buffer holds now, without waiting."""
+        count = int(self.view("fault_count", rank=rank).view(torch.int32)[0].item())
+        return read_fault_records(count, self.view("fault_records", rank=rank).view(torch.int32).cpu())
+
+    def reset(self) -> None:
+        """Make an aborted group work again. Collective, with every rank alive.
+
+        Raises:
+            ValueError: a rank of a virtual group: call ``reset()`` of the whole VirtualSymmBuffer.
+        """
+        if isinstance(self._group, LocalGroup) and self.config.num_ranks > 1:
+            raise ValueError("reset() is collective: call reset() of the VirtualSymmBuffer that holds this rank")
+        _reset(self._group, [self])
+
+    def close(self) -> None:
+        """Give the memory back once no view is left. Waits for this rank's own launches, for no other rank."""
+        if not self._closed:
+            self._rank.synchronize()
+            self._rank.close()
+            self._closed = True
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ValueError(f"sym_buffer: the buffer of rank {self.rank} is closed, expected an open one")
+
+
+class VirtualSymmBuffer:
+    """The buffers of all ranks of a virtual group; ``ranks[r]`` is used like any rank's own buffer."""
+
+    def __init__(self, ranks: Sequence[SymmBuffer], group: LocalGroup) -> None:
+        self.ranks = list(ranks)
+        self._group = group
+
+    @property
+    def config(self) -> MegaMoEConfig:
+        return self.ranks[0].config
+
+    def check(self) -> None:
+        """Wait for the launches of every rank, then raise the first rank's MegaMoEFault, if there is one."""
+        first: MegaMoEFault | None = None
+        for buffer in self.ranks:
+            try:
+                buffer.check()
+            except MegaMoEFault as fault:
+                first = first or fault
+        if first is not None:
+            raise first
+
+    def reset(self) -> None:
+        """Make an aborted group work again."""
+        _reset(self._group, self.ranks)
+
+    def close(self) -> None:
+        """Close every rank's buffer."""
+        for buffer in self.ranks:
+            buffer.close()
+
+
+def _region_view(memory: Tensor, region: Region) -> Tensor:
+    raw = memory[region.offset : region.offset + region.num_bytes].view(_DTYPES[region.dtype])
+    return raw.as_strided(region.shape, region.strides)
+
+
+def _clear(buffer: SymmBuffer, highest_epoch: int) -> None:
+    """Bring a rank's own counters to where a new launch may start."""
+    for name in _RESET_REGIONS:
+        region = buffer.layout[name]
+        buffer._rank.memory[region.offset : region.offset + region.num_bytes].zero_()
+    buffer.view("epoch").view(torch.int64)[0] = highest_epoch + 1
+    status = buffer._rank.status
+    status.aborted_epoch = 0
+    status.fault_count = 0
+    buffer._reported_faults = 0
+
+
+def _reset(group: LocalGroup | DistributedGroup, buffers: Sequence[SymmBuffer]) -> None:
+    for buffer in buffers:
+        buffer._rank.synchronize()
+    # Until every rank has stopped nobody may clear: a wait that still runs would raise the abort flag again.
+    highest = max(group.all_gather(max(buffer.epoch for buffer in buffers)))
+    for buffer in buffers:
+        _clear(buffer, highest)
+    group.barrier()
+    for buffer in buffers:
+        buffer.view("abort").view(torch.int64).zero_()
+    group.barrier()
+
+
+def _agree(group: LocalGroup | DistributedGroup, config: MegaMoEConfig) -> None:
+    """Refuse a group whose ranks were created with different configs."""
+    fields = dataclasses.asdict(config)
+    digest = hashlib.sha256(repr(fields).encode()).hexdigest()
+    offers = group.all_gather((digest, fields))
+    for rank, (other_digest, other_fields) in enumerate(offers):
+        if other_digest == offers[0][0]:
+            continue
+        differing = [name for name in fields if other_fields[name] != offers[0][1][name]]
+        raise ValueError(
+            "config differs between ranks: "
+            + ", ".join(
+                f"{name} is {offers[0][1][name]} on rank 0 and {other_fields[name]} on rank {rank}"
+                for name in differing
+            )
+            + "; every rank must create the buffer with the same arguments"
+        )
+
+
+def open_buffers(
+    group: VirtualGroup | dist.ProcessGroup,
+    config: MegaMoEConfig,
+    *,
+    timeout_s: float,
+    check_every: int | None = None,
+    max_workers: int | None = None,
+) -> SymmBuffer | VirtualSymmBuffer:
+    """Allocate the symmetric buffers of a group for a config. Collective.
+
+    Returns:
+        This process's SymmBuffer; for a VirtualGroup the VirtualSymmBuffer of all ranks.
+
+    Raises:
+        ValueError: the ranks disagree about the config, or the timeout is not positive.
+    """
+    if not timeout_s > 0:
+        raise ValueError(f"timeout_s must be positive, got {timeout_s}")
+    if check_every is not None and check_every < 1:
+        raise ValueError(f"check_every must be at least 1 or None, got {check_every}")
+    inner = as_group(group)
+    _agree(inner, config)
+    ranks = get_target(inner.target).open_ranks(inner, buffer_layout(config), max_workers)
+    buffers = [SymmBuffer(rank, inner, timeout_s, check_every) for rank in ranks]
+    if isinstance(inner, LocalGroup):
+        return VirtualSymmBuffer(buffers, inner)
+    return buffers[0]

@@ -1,0 +1,51 @@
+"""Which tiles a layer uses: a pure function of its shape that prints itself, and the user's override."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, fields
+
+from megamoe.config import SCALE_BLOCK
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Tile shapes of a layer; the answer does not depend on them by a bit.
+
+    Attributes:
+        block_m: rows of a pool block, 32, 64 or 128.
+        l1_block_n: columns of an L1 output tile, gate and up interleaved.
+        l2_block_n: columns of an L2 output tile.
+    """
+
+    block_m: int
+    l1_block_n: int
+    l2_block_n: int
+
+    def __str__(self) -> str:
+        return ",".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))
+
+
+def pick_schedule(hidden: int, l2_sf_granularity: int) -> Schedule:
+    """The schedule for a shape: 128-row blocks and 128x256 tiles, narrower where the model is narrow."""
+    return Schedule(
+        block_m=128,
+        l1_block_n=max(2 * SCALE_BLOCK, 2 * l2_sf_granularity),
+        l2_block_n=256 if hidden % 256 == 0 else SCALE_BLOCK,
+    )
+
+
+def override_schedule(schedule: Schedule, text: str | None = None) -> Schedule:
+    """Apply ``block_m=64,l2_block_n=128`` (by default the text of MEGAMOE_CONFIG) to a schedule.
+
+    Raises:
+        ValueError: an entry is not ``name=integer`` with a name of Schedule.
+    """
+    text = os.environ.get("MEGAMOE_CONFIG", "") if text is None else text
+    values = {field.name: getattr(schedule, field.name) for field in fields(schedule)}
+    for entry in filter(None, (part.strip() for part in text.split(","))):
+        name, _, value = entry.partition("=")
+        if name not in values or not value.isdigit():
+            raise ValueError(f"MEGAMOE_CONFIG: got {entry!r}, expected NAME=INTEGER with a name of {sorted(values)}")
+        values[name] = int(value)
+    return Schedule(**values)

@@ -1,0 +1,233 @@
+"""The CPU target: real threads and processes in shared memory run the protocol; the arithmetic is an emulator's."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megamoe import jit
+from megamoe.groups import Group
+from megamoe.layout import (
+    HOST_STATUS_STRUCT,
+    BufferLayout,
+    cpp_header,
+    problem_struct,
+)
+
+ROLE_NAMES = ("dispatch", "table", "pull", "tiles", "combine")
+"""Roles whose time a launch can report, in the order of ``csrc/host/roles.hpp``."""
+
+# Native code is safe here: sums have a fixed order whatever the vector width, and the cache key holds the CPU's flags.
+_OPTIONS = ("-march=native", "-Wall", "-Wextra")
+_FOREVER_NS = 365 * 24 * 3600 * 10**9
+
+
+def include_dirs() -> list[Any]:
+    """Folders that every program over the protocol headers is compiled with."""
+    return [jit.csrc_dir() / "protocol", jit.csrc_dir() / "host", jit.cccl_include_dir()]
+
+
+def extra_options() -> tuple[str, ...]:
+    """Options of test builds: MEGAMOE_HOST_OPTIONS, for example ``-DMEGAMOE_MUTATION=mask_bit_missing``."""
+    return tuple(os.environ.get("MEGAMOE_HOST_OPTIONS", "").split())
+
+
+@cache
+def _library(options: tuple[str, ...]) -> ctypes.CDLL:
+    artifact = jit.build_shared_library(
+        "megamoe_host",
+        [jit.csrc_dir() / "host" / "c_api.cpp"],
+        generated={"buffer_layout.hpp": cpp_header()},
+        options=(*_OPTIONS, *options),
+        include_dirs=include_dirs(),
+    )
+    library = ctypes.CDLL(str(artifact.path))
+    pointer, u32, u64 = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint64
+    signatures: dict[str, tuple[Any, list[Any]]] = {
+        "megamoe_rank_create": (pointer, [pointer, pointer, u32, pointer, pointer]),
+        "megamoe_rank_destroy": (None, [pointer]),
+        "megamoe_stream_create": (pointer, [u32]),
+        "megamoe_stream_destroy": (None, [pointer]),
+        "megamoe_launch": (u64, [pointer, pointer, pointer]),
+        "megamoe_wait": (ctypes.c_int, [pointer, u64, u64]),
+        "megamoe_tile_count": (u64, [u32] * 5),
+        "megamoe_tile_at": (None, [u32] * 5 + [u64, pointer]),
+        "megamoe_to_e4m3": (ctypes.c_uint8, [ctypes.c_float]),
+        "megamoe_from_e4m3": (ctypes.c_float, [ctypes.c_uint8]),
+        "megamoe_to_bf16": (ctypes.c_uint16, [ctypes.c_float]),
+    }
+    for name, (result, arguments) in signatures.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library
+
+
+def library() -> ctypes.CDLL:
+    """The compiled target, built at first use."""
+    return _library(extra_options())
+
+
+def build_all(report: Callable[[str], None] = print) -> None:
+    """Compile the target."""
+    report(f"host: {library()._name}")
+
+
+# --- memory ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SharedMemory:
+    """A rank's buffer: bytes that this process addresses, and the descriptor behind them (-1: private memory).
+
+    Named memory is a memfd, reachable by other processes through ``/proc/<pid>/fd`` and gone with the last of them.
+    """
+
+    memory: Tensor
+    descriptor: int
+
+    @property
+    def address(self) -> int:
+        return int(self.memory.data_ptr())
+
+
+def _map(descriptor: int, num_bytes: int) -> Tensor:
+    # MAP_NORESERVE by default overcommit: untouched pages of a worst-case pool cost nothing.
+    return torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
+
+
+def _share(name: str, num_bytes: int) -> SharedMemory:
+    descriptor = os.memfd_create(name)
+    os.ftruncate(descriptor, num_bytes)
+    return SharedMemory(_map(descriptor, num_bytes), descriptor)
+
+
+def _attach(pid: int, descriptor: int, num_bytes: int) -> SharedMemory:
+    mine = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR)
+    try:
+        return SharedMemory(_map(mine, num_bytes), -1)
+    finally:
+        os.close(mine)
+
+
+def _allocate(group: Group, num_bytes: int) -> list[SharedMemory]:
+    """The memory of every rank of the group, in rank order, zeroed. Collective."""
+    if len(group.local_ranks) == group.num_ranks:
+        return [SharedMemory(_map(-1, num_bytes), -1) for _ in range(group.num_ranks)]
+    (rank,) = group.local_ranks
+    own = _share(f"megamoe-rank{rank}", num_bytes)
+    offers = group.all_gather((os.getpid(), own.descriptor))
+    memories = [
+        own if other == rank else _attach(pid, descriptor, num_bytes) for other, (pid, descriptor) in enumerate(offers)
+    ]
+    group.barrier()  # until here every rank must live, so that its descriptor can be opened
+    return memories
+
+
+# --- launching ---------------------------------------------------------------------------------------------------
+
+
+class HostStream:
+    """Worker threads that run launches one after the other."""
+
+    def __init__(self, num_workers: int = 1) -> None:
+        self._library = library()
+        self._handle = self._library.megamoe_stream_create(num_workers)
+        self._kept: deque[tuple[int, object]] = deque()
+        self.last_ticket = 0
+
+    def launch(self, rank: HostRank, arguments: ctypes.Structure, keep_alive: object) -> int:
+        """Queue a launch and return its ticket; ``keep_alive`` is held until it has ended."""
+        ticket = int(self._library.megamoe_launch(self._handle, rank.handle, ctypes.byref(arguments)))
+        self._kept.append((ticket, keep_alive))
+        self.last_ticket = ticket
+        while self._kept and self._kept[0][0] < ticket and self._ended(self._kept[0][0], 0):
+            self._kept.popleft()
+        return ticket
+
+    def _ended(self, ticket: int, timeout_ns: int) -> bool:
+        return bool(self._library.megamoe_wait(self._handle, ticket, timeout_ns))
+
+    def synchronize(self, timeout_s: float | None = None) -> bool:
+        """Wait for every launch so far. False when that took longer than ``timeout_s``."""
+        nanoseconds = _FOREVER_NS if timeout_s is None else int(timeout_s * 1e9)
+        ended = self._ended(self.last_ticket, nanoseconds)
+        if ended:
+            self._kept.clear()
+        return ended
+
+    def close(self) -> None:
+        """End the workers, after the launches that were queued."""
+        if self._handle is not None:
+            self._library.megamoe_stream_destroy(self._handle)
+            self._handle = None
+            self._kept.clear()
+
+    def __del__(self) -> None:
+        with suppress(AttributeError):  # not fully constructed
+            self.close()
+
+
+class HostRank:
+    """One rank's buffer on the CPU, with the peers' buffers as this process addresses them."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, layout: BufferLayout, rank: int, memories: Sequence[SharedMemory], num_workers: int) -> None:
+        self.layout = layout
+        self.rank = rank
+        self.memories = list(memories)
+        self.status: Any = HOST_STATUS_STRUCT.ctype()
+        self.stream = HostStream(num_workers)
+        self._library = library()
+        bases = (ctypes.c_void_p * len(memories))(*[memory.address for memory in memories])
+        problem, values = problem_struct(layout.config), layout.as_struct()
+        self.handle = self._library.megamoe_rank_create(
+            ctypes.byref(problem), ctypes.byref(values), rank, bases, ctypes.byref(self.status)
+        )
+
+    @property
+    def memory(self) -> Tensor:
+        """This rank's buffer, uint8 [num_bytes]."""
+        return self.memories[self.rank].memory
+
+    def peer_memory(self, rank: int) -> Tensor:
+        """Another rank's buffer, uint8 [num_bytes]."""
+        return self.memories[rank].memory
+
+    def launch(self, arguments: ctypes.Structure, keep_alive: object, stream: HostStream | None = None) -> None:
+        (stream or self.stream).launch(self, arguments, keep_alive)
+
+    def synchronize(self, timeout_s: float | None = None) -> bool:
+        return self.stream.synchronize(timeout_s)
+
+    def close(self) -> None:
+        if self.handle is None:
+            return
+        self.stream.close()
+        self._library.megamoe_rank_destroy(self.handle)
+        self.handle = None
+        own = self.memories[self.rank].descriptor
+        self.memories = []
+        if own >= 0:
+            os.close(own)
+
+
+def open_ranks(group: Group, layout: BufferLayout, max_workers: int | None = None) -> list[HostRank]:
+    """Allocate the group's buffers and return the ranks that live here. Collective.
+
+    Args:
+        max_workers: worker threads a rank may have; None: as many as the group says.
+    """
+    memories = _allocate(group, layout.num_bytes)
+    workers = group.num_workers if max_workers is None else min(max_workers, group.num_workers)
+    return [HostRank(layout, rank, memories, workers) for rank in group.local_ranks]
