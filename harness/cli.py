@@ -1,0 +1,160 @@
+"""Brings the layer up, phase by phase. Exit codes: 0 all asked-for steps passed, 1 something failed, 2 bad call,
+3 nothing failed but something asked for was skipped."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from harness import runner
+from harness.build_target import has_target
+from harness.display import make_display, plan_table
+from harness.plan import BadRequest, Request
+from harness.results import append_line, build_line
+from harness.runner import Places
+from harness.spec import TARGETS, SpecError
+from harness.supervisor import StopRequest
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
+
+PhasesOption = Annotated[str | None, typer.Option("--phases", help="1-6, 3 or 2,4; all when left out")]
+TargetOption = Annotated[str, typer.Option("--target", help="host, sm90, or best")]
+RanksOption = Annotated[str | None, typer.Option("--ranks", help="numbers of ranks: 1,2,8")]
+GroupsOption = Annotated[str | None, typer.Option("--groups", help="process, virtual; one rank alone always runs")]
+CasesOption = Annotated[str | None, typer.Option("--cases", help="names of cases, for the asked-for phases")]
+RepeatOption = Annotated[int, typer.Option("--repeat", help="run each step so often; passing sometimes is 'flaky'")]
+NoGatesOption = Annotated[bool, typer.Option("--no-gates", help="not the phases that the asked-for ones rest on")]
+SecondsOption = Annotated[float | None, typer.Option("--seconds", help="limit of a step, instead of its spec's")]
+PhasesRootOption = Annotated[Path, typer.Option("--phases-root", help="folder that holds phase1, phase2, …")]
+RunsDirOption = Annotated[Path, typer.Option("--runs-dir", help="folder that receives <time>/")]
+PlainOption = Annotated[bool, typer.Option("--plain", help="plain lines on a terminal too")]
+BuildSecondsOption = Annotated[float, typer.Option("--build-seconds", help="limit of the build of one target")]
+
+
+def _fail(error: Exception) -> typer.Exit:
+    typer.echo(f"error: {error}", err=True)
+    return typer.Exit(2)
+
+
+def parse_numbers(text: str, option: str) -> tuple[int, ...]:
+    """``1-3,6`` to (1, 2, 3, 6). Raises BadRequest."""
+    numbers: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
+        if match is None or (match[2] is not None and int(match[2]) < int(match[1])):
+            raise BadRequest(f"{option}: expected numbers like 3 or 1-6 or 1,2,8, got {text!r}")
+        numbers.extend(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return tuple(dict.fromkeys(numbers))
+
+
+def parse_names(text: str, option: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
+    if not all(names):
+        raise BadRequest(f"{option}: expected names between commas, got {text!r}")
+    return names
+
+
+def _request(
+    phases: str | None,
+    target: str,
+    ranks: str | None,
+    groups: str | None,
+    cases: str | None,
+    repeat: int,
+    no_gates: bool,
+    seconds: float | None,
+) -> Request:
+    return Request(
+        phases=parse_numbers(phases, "--phases") if phases is not None else None,
+        target=target,
+        ranks=parse_numbers(ranks, "--ranks") if ranks is not None else None,
+        groups=parse_names(groups, "--groups") if groups is not None else None,
+        cases=None if cases is None or cases == "all" else parse_names(cases, "--cases"),
+        repeat=repeat,
+        with_gates=not no_gates,
+        seconds=seconds,
+    )
+
+
+@app.command()
+def plan(
+    phases: PhasesOption = None,
+    target: TargetOption = "best",
+    ranks: RanksOption = None,
+    groups: GroupsOption = None,
+    cases: CasesOption = None,
+    repeat: RepeatOption = 1,
+    no_gates: NoGatesOption = False,
+    seconds: SecondsOption = None,
+    phases_root: PhasesRootOption = runner.DEFAULT_PHASES_ROOT,
+) -> None:
+    """Print what ``run`` with the same options would do."""
+    try:
+        request = _request(phases, target, ranks, groups, cases, repeat, no_gates, seconds)
+        steps, _ = runner.plan_run(request, Places(phases_root, Path()))
+    except (BadRequest, SpecError) as error:
+        raise _fail(error) from error
+    console = Console()
+    console.print(f"target {steps.target} ({steps.target_reason}), {len(steps.steps)} steps", markup=False)
+    console.print(plan_table(steps))
+
+
+@app.command()
+def build(
+    target: Annotated[list[str] | None, typer.Option("--target", help="host or sm90; may be given twice")] = None,
+    all_targets: Annotated[bool, typer.Option("--all", help="every target of this checkout")] = False,
+    build_seconds: BuildSecondsOption = runner.BUILD_SECONDS,
+    phases_root: PhasesRootOption = runner.DEFAULT_PHASES_ROOT,
+    runs_dir: RunsDirOption = Path("runs"),
+) -> None:
+    """Compile everything that steps of a target need."""
+    wanted = [name for name in TARGETS if has_target(name)] if all_targets else target or []
+    strange = [name for name in wanted if name not in TARGETS]
+    if strange or not wanted:
+        raise _fail(BadRequest(f"--target: expected some of {', '.join(TARGETS)}, got {strange or 'none'}"))
+    stop = StopRequest()
+    places = Places(phases_root, runs_dir)
+    folder = runner.new_run_folder(runs_dir)
+    failed = False
+    for name in dict.fromkeys(wanted):
+        result = runner.build(name, folder, places.project_root, stop, build_seconds)
+        append_line(folder, build_line(result))
+        typer.echo(f"build of target {name}: " + "; ".join([result.status, f"{result.seconds:.1f} s", *result.reasons]))
+        if result.status != "passed":
+            failed = True
+            typer.echo(result.log_tail)
+    raise typer.Exit(1 if failed else 0)
+
+
+@app.command()
+def run(
+    phases: PhasesOption = None,
+    target: TargetOption = "best",
+    ranks: RanksOption = None,
+    groups: GroupsOption = None,
+    cases: CasesOption = None,
+    repeat: RepeatOption = 1,
+    no_gates: NoGatesOption = False,
+    seconds: SecondsOption = None,
+    phases_root: PhasesRootOption = runner.DEFAULT_PHASES_ROOT,
+    runs_dir: RunsDirOption = Path("runs"),
+    plain: PlainOption = False,
+    build_seconds: BuildSecondsOption = runner.BUILD_SECONDS,
+) -> None:
+    """Run phases in order, gates first; results go to runs/<time>/."""
+    try:
+        request = _request(phases, target, ranks, groups, cases, repeat, no_gates, seconds)
+        display = make_display(Console(), plain=plain)
+        code = runner.run(request, Places(phases_root, runs_dir), display, build_seconds=build_seconds)
+    except (BadRequest, SpecError) as error:
+        raise _fail(error) from error
+    raise typer.Exit(code)
+
+
+def main() -> None:
+    app(prog_name="python -m harness", args=sys.argv[1:])

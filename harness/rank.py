@@ -1,0 +1,96 @@
+"""Starts one rank's script: ``python -m harness.rank SCRIPT [arguments]``, alone or under torchrun.
+
+Output goes to ``rank<r>.log`` in MEGAMOE_RUN_DIR, SIGUSR1 writes all Python stacks there, the rank dies with its
+parent, and two small files tell the supervisor which process the rank is and how it ended. Then the script runs as
+if it had been started by name.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import io
+import os
+import runpy
+import signal
+import sys
+from pathlib import Path
+
+from harness.processes import own_key, set_parent_death_signal
+
+
+def pid_file(folder: Path, rank: int) -> Path:
+    """Holds ``<pid> <start ticks>`` from the moment a rank starts."""
+    return folder / f"rank{rank}.pid"
+
+
+def exit_file(folder: Path, rank: int) -> Path:
+    """Holds the exit code of a rank that reached its end; missing when a signal ended it."""
+    return folder / f"rank{rank}.exit"
+
+
+def log_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank{rank}.log"
+
+
+def _write_whole(path: Path, text: str) -> None:
+    temporary = path.with_suffix(path.suffix + ".tmp")
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
+def _redirect_output(log: Path) -> None:
+    handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(handle, 1)
+    os.dup2(handle, 2)
+    os.close(handle)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)  # what a rank said must be in its log when it is killed
+
+
+def _exit_code(end: SystemExit) -> int:
+    """What the interpreter makes of ``sys.exit(end.code)``."""
+    if end.code is None:
+        return 0
+    return end.code if isinstance(end.code, int) else 1
+
+
+def _run(script: str, result: Path) -> None:
+    """Run the script as ``__main__`` and write its exit code; every exception goes on to the interpreter."""
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        _write_whole(result, str(_exit_code(end)))
+        raise
+    except BaseException:
+        _write_whole(result, "1")
+        raise
+    _write_whole(result, "0")
+
+
+def main(arguments: list[str]) -> int:
+    if not arguments:
+        print("usage: python -m harness.rank SCRIPT [arguments]", file=sys.stderr)
+        return 2
+    parent_pid = os.getppid()
+    set_parent_death_signal(signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        return 1  # the parent ended before it could be watched
+    rank = int(os.environ.get("RANK", "0"))
+    folder = Path(os.environ["MEGAMOE_RUN_DIR"])
+    _redirect_output(log_file(folder, rank))
+    faulthandler.enable(file=2, all_threads=True)
+    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
+    key = own_key()
+    _write_whole(pid_file(folder, rank), f"{key.pid} {key.start_ticks}")
+    script = arguments[0]
+    sys.argv = arguments
+    sys.path[0] = str(Path(script).resolve().parent)
+    _run(script, exit_file(folder, rank))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

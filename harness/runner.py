@@ -1,0 +1,235 @@
+"""A run: plan, build, pre-flight, every step in order, post-flight, results."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.display import Display, show_summary
+from harness.flight import post_flight, pre_flight
+from harness.launch import base_environment, run_supervised, step_command, step_environment
+from harness.machine import Machine, look_at_machine
+from harness.plan import Plan, Request, Step, make_plan, with_requirements
+from harness.record import RECORD_FILE, judge, read_record
+from harness.results import (
+    BuildResult,
+    StepResult,
+    append_line,
+    build_line,
+    command_to_repeat,
+    exit_code,
+    log_tails,
+    step_line,
+    write_junit,
+    write_run_file,
+)
+from harness.spec import PhaseSpec, load_specs
+from harness.supervisor import StopRequest
+
+DEFAULT_PHASES_ROOT = Path(__file__).resolve().parent.parent / "phases"
+BUILD_SECONDS = 900.0
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where phases come from and results go. The folder above ``phases_root`` is where steps run."""
+
+    phases_root: Path
+    runs_folder: Path
+
+    @property
+    def project_root(self) -> Path:
+        return self.phases_root.resolve().parent
+
+
+def new_run_folder(runs_folder: Path) -> Path:
+    """``<runs>/<time>``, made; a second run in the same second gets a number."""
+    name = time.strftime("%Y-%m-%dT%H-%M-%S")
+    for number in range(1, 1000):
+        folder = runs_folder.resolve() / (name if number == 1 else f"{name}.{number}")
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            continue
+    raise FileExistsError(f"{runs_folder}: 999 runs began at {name}")
+
+
+def build(target: str, folder: Path, project_root: Path, stop: StopRequest, seconds: float) -> BuildResult:
+    """Compile everything of ``target`` in a supervised process, before and outside any step's limit."""
+    log_folder = folder / f"build-{target}"
+    outcome = run_supervised(
+        (sys.executable, "-m", "harness.build_target", target),
+        log_folder,
+        seconds=seconds,
+        num_ranks=0,
+        environment=base_environment(project_root),
+        project_root=project_root,
+        stop=stop,
+        on_tick=lambda elapsed_s: None,
+    )
+    if outcome.end == "exited" and outcome.exit_code == 0:
+        return BuildResult(target, "passed", outcome.seconds)
+    reason = outcome.message or f"exit code {outcome.exit_code}"
+    status = "timed out" if outcome.end == "timed out" else "failed"
+    tail = log_tails(log_folder).get("launcher.log", "")
+    return BuildResult(target, status, outcome.seconds, (f"{reason} (log: {log_folder}/launcher.log)",), tail)
+
+
+class Run:
+    """The state of one run."""
+
+    def __init__(self, request: Request, places: Places, folder: Path, display: Display, stop: StopRequest) -> None:
+        self.request = request
+        self.places = places
+        self.folder = folder
+        self.display = display
+        self.stop = stop
+        self.results: list[StepResult] = []
+        self.builds: list[BuildResult] = []
+
+    def build_for(self, plan: Plan, seconds: float) -> None:
+        for target in sorted({step.target for step in plan.steps if not step.skip_reason}):
+            self.display.say(f"building target {target} …")
+            result = build(target, self.folder, self.places.project_root, self.stop, seconds)
+            self.builds.append(result)
+            append_line(self.folder, build_line(result))
+            self.display.say(f"build of target {target}: {result.status}, {result.seconds:.1f} s")
+
+    def run_step(self, step: Step, specs: dict[int, PhaseSpec]) -> None:
+        if step.skip_reason:
+            result = StepResult(step, "skipped", (step.skip_reason,))
+        elif self.stop.reason is not None:
+            result = StepResult(step, "skipped", (f"the run was stopped ({self.stop.reason})",))
+        elif reason := self._block_reason(step, specs):
+            result = StepResult(step, "blocked", (reason,))
+        else:
+            result = self._run_attempts(step)
+        self.results.append(result)
+        append_line(self.folder, step_line(result))
+        self.display.finished(result)
+
+    def _block_reason(self, step: Step, specs: dict[int, PhaseSpec]) -> str:
+        for build_result in self.builds:
+            if build_result.target == step.target and build_result.status != "passed":
+                return f"the build of target {step.target} {build_result.status}"
+        if not self.request.with_gates:
+            return ""
+        gates = set(with_requirements((step.spec.number,), specs)) - {step.spec.number}
+        failed = {r.step.spec.number for r in self.results if r.is_failing} & gates
+        return f"gate phase {min(failed)} failed" if failed else ""
+
+    def _run_attempts(self, step: Step) -> StepResult:
+        attempts = []
+        for number in range(1, step.repeat + 1):
+            if self.stop.reason is not None:
+                break
+            attempts.append(self._attempt(step, number))
+        statuses = tuple(attempt.status for attempt in attempts)
+        worst = next((attempt for attempt in attempts if attempt.status != "passed"), attempts[-1])
+        if step.repeat == 1:
+            return worst
+        if worst.is_failing and "passed" in statuses:
+            note = f"passed {statuses.count('passed')} of {len(statuses)} times"
+            return dataclasses.replace(worst, status="flaky", reasons=(note, *worst.reasons), attempts=statuses)
+        return dataclasses.replace(worst, attempts=statuses)
+
+    def _attempt(self, step: Step, number: int) -> StepResult:
+        folder = self.folder / (step.name if step.repeat == 1 else f"{step.name}/{number}")
+        outcome = run_supervised(
+            step_command(step, folder),
+            folder,
+            seconds=step.seconds,
+            num_ranks=step.num_ranks if step.group == "process" else 1,
+            environment=step_environment(step, self.places.project_root),
+            project_root=self.places.project_root,
+            stop=self.stop,
+            on_tick=lambda elapsed_s: self.display.running(step, number, elapsed_s),
+        )
+        verdict = judge(step, outcome, read_record(folder / RECORD_FILE))
+        is_failing = verdict.status in ("failed", "timed out")
+        result = StepResult(
+            step=step,
+            status=verdict.status,
+            reasons=verdict.reasons,
+            failed_cases=verdict.failed_cases,
+            num_cases=verdict.num_cases,
+            skipped_cases=verdict.skipped_cases,
+            views=verdict.views,
+            figures=verdict.figures,
+            dumps=verdict.dumps,
+            outcome=outcome,
+            folder=folder,
+            log_tails=log_tails(folder) if is_failing else {},
+            again=self._again(step, verdict.failed_cases),
+        )
+        if is_failing:
+            (folder / "failure.txt").write_text(result.failure_text() + "\n")
+        return result
+
+    def _again(self, step: Step, failed_cases: Sequence[str]) -> str:
+        root = self.places.phases_root
+        other_root = None if root.resolve() == DEFAULT_PHASES_ROOT else root
+        return command_to_repeat(step, failed_cases, self.request.seconds, other_root)
+
+
+def _commit(folder: Path) -> str:
+    """The checkout's commit, with ``+`` when files differ from it; a word when there is none."""
+    try:
+        command = ["git", "describe", "--always", "--abbrev=40", "--dirty=+"]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=20, check=False)
+    except (FileNotFoundError, subprocess.TimeoutExpired) as error:
+        return f"unknown ({error})"
+    return done.stdout.strip() if done.returncode == 0 else "unknown (not a git checkout)"
+
+
+def plan_run(request: Request, places: Places, machine: Machine | None = None) -> tuple[Plan, dict[int, PhaseSpec]]:
+    """Load the specs and lay out the steps. Raises SpecError or BadRequest."""
+    specs = load_specs(places.phases_root)
+    return make_plan(request, specs, machine or look_at_machine()), specs
+
+
+def run(request: Request, places: Places, display: Display, *, build_seconds: float = BUILD_SECONDS) -> int:
+    """Do everything that was asked for; the exit code (0, 1 or 3). Raises SpecError or BadRequest before it starts."""
+    stop = StopRequest()
+    machine = look_at_machine()
+    plan, specs = plan_run(request, places, machine)
+    folder = new_run_folder(places.runs_folder)
+    this_run = Run(request, places, folder, display, stop)
+    facts: dict[str, object] = {
+        "request": request,
+        "machine": machine,
+        "commit": _commit(places.project_root),
+        "target": plan.target,
+        "target_reason": plan.target_reason,
+        "steps": [step.name for step in plan.steps],
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+    before = pre_flight(folder)
+    for warning in before.warnings:
+        display.say(f"pre-flight: {warning}")
+    write_run_file(folder, {**facts, "pre_flight": before})
+    this_run.build_for(plan, build_seconds)
+    display.begin(plan)
+    try:
+        for step in plan.steps:
+            this_run.run_step(step, specs)
+    finally:
+        display.end()
+    after = post_flight()
+    code = exit_code(this_run.results, this_run.builds, after.leftovers)
+    if stop.reason is not None:
+        display.say(f"the run was stopped ({stop.reason})")
+        code = 1
+    write_junit(folder, this_run.results)
+    finished = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    write_run_file(
+        folder, {**facts, "pre_flight": before, "post_flight": after, "finished": finished, "exit_code": code}
+    )
+    show_summary(display, this_run.results, this_run.builds, after.leftovers, folder)
+    return code
