@@ -26,7 +26,7 @@ harness = "$$P" -m harness run --target $(TARGET) $(if $(RANKS),--ranks $(RANKS)
 python_trees = $(wildcard megamoe harness phases tests scripts bench)
 
 help:
-	@sed -n '/^# /s/^# //p' Makefile
+	@sed -n '/^$$/q; s/^# //p' Makefile
 
 env:
 	$(call run_python,dev) echo "$$P"

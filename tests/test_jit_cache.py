@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import pickle
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -155,16 +157,37 @@ def test_killed_builder_leaves_nothing_broken(
     assert build_shared_library("answer", [source]).cached
 
 
-@pytest.mark.parametrize("dies_in", ["_sync_tree", "_sync"])
-def test_builder_dying_at_the_last_step(dies_in: str, private_cache: Path) -> None:
-    """Before the rename there is no entry; after it the entry is whole, though its builder never came back."""
-    worker = Worker(f"cache.{dies_in} = lambda path: os._exit(9)\nmake('entry', 10)")
+def test_builder_dying_just_before_its_entry_appears(private_cache: Path) -> None:
+    worker = Worker("cache._sync_tree = lambda folder: os._exit(9)\nmake('entry', 10)")
     worker.go()
     assert worker.process.wait() == 9
     assert entries(private_cache) == []
+    assert list((private_cache / "scratch").iterdir())
     run_worker("assert not make('entry', 10).cached")
-    run_worker("assert make('entry', 10).cached")
     assert list((private_cache / "scratch").iterdir()) == []
+
+
+def test_builder_dying_just_after_its_entry_appears(private_cache: Path) -> None:
+    worker = Worker("cache._sync = lambda path: os._exit(9) if path.name == 'entries' else None\nmake('entry', 10)")
+    worker.go()
+    assert worker.process.wait() == 9
+    run_worker("assert make('entry', 10).cached")
+
+
+def test_lock_whose_file_was_removed_meanwhile_is_taken_anew(tmp_path: Path) -> None:
+    """An eviction removes a key's lock files while others wait for them: then two may hold "the" lock."""
+    path = tmp_path / "key.build"
+    ours = cache._acquire(path, fcntl.LOCK_EX)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(cache._acquire, path, fcntl.LOCK_EX)
+        time.sleep(0.2)
+        assert not waiting.done()
+        path.unlink()
+        os.close(ours)
+        theirs = waiting.result(timeout=10)
+    with pytest.raises(BlockingIOError):
+        cache._acquire(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(theirs)
 
 
 @pytest.mark.parametrize("victim", ["data", "log.txt", "manifest.json"])
@@ -321,7 +344,7 @@ def test_key_follows_what_the_build_reads(tree: Path) -> None:
 
 def test_key_follows_the_compiler(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = {build_shared_library("answer", [source]).path}
-    for number, version in enumerate(["13.1.0", "13.2.0"]):
+    for number, version in enumerate(["13.1.0", "13.2.0", "13.2.0"]):
         script = tmp_path / f"g++-{number}"
         script.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo "g++ {version}" && exit\nexec g++ "$@"\n')
         script.chmod(0o755)
@@ -329,7 +352,7 @@ def test_key_follows_the_compiler(source: Path, tmp_path: Path, monkeypatch: pyt
         paths.add(build_shared_library("answer", [source]).path)
     monkeypatch.setenv("CPATH", str(tmp_path))
     paths.add(build_shared_library("answer", [source]).path)
-    assert len(paths) == 4
+    assert len(paths) == 5
 
 
 def test_key_follows_the_cpu_where_the_build_does(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,8 +117,6 @@ def _build_entry(
     root: Path, key: str, entry: Path, canonical: str, file_name: str, build: Callable[[Path, Path], str]
 ) -> None:
     """Builds beside the cache and renames into it. The caller holds the key's build lock."""
-    for left_over in (root / "scratch").glob(f"{key}.*"):
-        shutil.rmtree(left_over, ignore_errors=True)  # its builder died: the lock is ours
     work = Path(tempfile.mkdtemp(prefix=f"{key}.", dir=root / "scratch"))
     try:
         finished, scratch = work / "finished", work / "scratch"
