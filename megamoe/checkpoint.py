@@ -75,6 +75,10 @@ class Checkpoint:
             return None
         raise CheckpointError(f"checkpoint {self.folder}: neither {_SINGLE} nor {_INDEX} is there")
 
+    @property
+    def num_shards(self) -> int:
+        return 1 if self._shard_of is None else len(set(self._shard_of.values()))
+
     def _shard(self, tensor: str) -> str:
         if self._shard_of is None:
             return _SINGLE

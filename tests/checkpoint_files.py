@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from megamoe.quant import quantize_weights
+from megamoe.quant import dequantize_weights, quantize_weights
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOPK, LAYERS, LAYER = 256, 128, 16, 4, 4, 2
 
@@ -101,6 +101,20 @@ def layer_tensors(layer: SmallLayer, *, fp8: bool, scale_dtype: torch.dtype = to
             else:
                 tensors[name] = weight.bfloat16()
     return tensors
+
+
+def as_the_layer_has_it(layer: SmallLayer, scale_dtype: torch.dtype) -> SmallLayer:
+    """The same layer with the weights that 128 x 128 blocks of e4m3 leave of it, in fp32."""
+    experts = []
+    for expert in layer.experts:
+        quantised = {name: quantize_weights(weight) for name, weight in expert.items()}
+        experts.append(
+            {
+                name: dequantize_weights(q, sf.to(scale_dtype).float(), torch.float32)
+                for name, (q, sf) in quantised.items()
+            }
+        )
+    return replace(layer, experts=experts)
 
 
 def save_checkpoint(

@@ -6,7 +6,7 @@ import json
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -259,7 +259,7 @@ REAL_EXPERT_BYTES = 3 * REAL_HIDDEN * REAL_INTERMEDIATE
 REAL_ROUTED = (2, 70, 255)  # in shards 1, 2 and 4
 
 
-def write_real_size_layer(folder: Path) -> None:
+def write_real_size_layer(folder: Path, routed: Collection[int] = REAL_ROUTED) -> None:
     """Shards whose data is a hole but for the routed experts, which hold 1.0 (e4m3 0x38) with scales 0.5."""
     prefix = "model.layers.3.mlp"
     weight_map: dict[str, str] = {}
@@ -281,16 +281,15 @@ def write_real_size_layer(folder: Path) -> None:
             add(f"{prefix}.gate.weight", "BF16", (REAL_EXPERTS, REAL_HIDDEN), REAL_EXPERTS * REAL_HIDDEN * 2, None)
             add(f"{prefix}.gate.e_score_correction_bias", "F32", (REAL_EXPERTS,), REAL_EXPERTS * 4, None)
         for expert in range(number * EXPERTS_PER_SHARD, (number + 1) * EXPERTS_PER_SHARD):
-            routed = expert in REAL_ROUTED
             for projection in ("gate_proj", "up_proj", "down_proj"):
                 shape = (
                     (REAL_INTERMEDIATE, REAL_HIDDEN) if projection != "down_proj" else (REAL_HIDDEN, REAL_INTERMEDIATE)
                 )
                 name = f"{prefix}.experts.{expert}.{projection}.weight"
                 scales = (shape[0] // 128, shape[1] // 128)
-                add(name, "F8_E4M3", shape, shape[0] * shape[1], b"\x38" if routed else None)
+                add(name, "F8_E4M3", shape, shape[0] * shape[1], b"\x38" if expert in routed else None)
                 half = struct.pack("<f", 0.5)
-                add(f"{name}_scale_inv", "F32", scales, scales[0] * scales[1] * 4, half if routed else None)
+                add(f"{name}_scale_inv", "F32", scales, scales[0] * scales[1] * 4, half if expert in routed else None)
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
         with (folder / shard).open("wb") as file:

@@ -39,13 +39,22 @@ def format_facts(facts: Sequence[tuple[str, str]]) -> list[str]:
     return [f"{name:<{len(_INDENT)}}{value}" for name, value in facts]
 
 
+def format_shards(opened: Sequence[Sequence[str]], num_shards: int) -> list[str]:
+    """How many shards each process opened (one entry where all ranks are in one process)."""
+    counts = ", ".join(
+        f"{len(shards)}" if len(opened) == 1 else f"rank {rank}: {len(shards)}" for rank, shards in enumerate(opened)
+    )
+    return format_facts([("shards", f"{counts} of {num_shards} opened")])
+
+
 def format_error(comparison: Comparison) -> str:
     if comparison.num_elements == 0:
         return "no tokens, nothing to compare"
     row = "" if comparison.max_row_error is None else f", worst row {comparison.max_row_error:.2e}"
     row_bound = "" if comparison.row_bound is None else f" (bound {comparison.row_bound:.0e})"
     verdict = "ok" if comparison.ok else f"FAILED: {comparison.message}"
-    return f"y against the oracle, norm-wise {comparison.max_error:.2e} (bound {comparison.bound:.0e}){row}{row_bound}: {verdict}"
+    whole = f"y against the oracle, norm-wise {comparison.max_error:.2e} (bound {comparison.bound:.0e})"
+    return f"{whole}{row}{row_bound}: {verdict}"
 
 
 def format_routes(histogram: Tensor) -> list[str]:

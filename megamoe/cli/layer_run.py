@@ -1,0 +1,262 @@
+"""One MoE layer of a checkpoint from file to compared answer."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+import megamoe
+from megamoe.buffer import SymmBuffer
+from megamoe.checkpoint import Checkpoint, MoELayer, describe_layer, load_experts, read_router
+from megamoe.cli.hidden import Distribution, HiddenStates, generate_hidden, open_hidden
+from megamoe.cli.ranks import Ranks, split_tokens
+from megamoe.cli.report import (
+    StageClock,
+    format_error,
+    format_facts,
+    format_routes,
+    format_shards,
+    format_times,
+    slowest,
+)
+from megamoe.config import MegaMoEConfig
+from megamoe.reference import RankInputs, compare, moe_layer
+from megamoe.routing import Routing, count_routes, route
+from megamoe.targets import get_target
+from megamoe.weights import L1Weights, L2Weights
+
+DEFAULT_TOKENS = 64
+
+Weights = tuple[L1Weights, L2Weights]
+
+
+@dataclass(frozen=True)
+class LayerRun:
+    """What to run; the fields are the options of ``megamoe run``."""
+
+    checkpoint: Path
+    layer: int
+    hidden: Path | None = None
+    output: Path | None = None
+    tokens: int | None = None
+    distribution: Distribution = "normal"
+    seed: int = 0
+    target: str = "best"
+    timeout_s: float = 300.0
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """What a process knows before it routes. ``hidden``: rows of each rank that is here."""
+
+    checkpoint: Checkpoint
+    layer: MoELayer
+    config: MegaMoEConfig
+    hidden_from: str
+    shares: list[int]
+    hidden: Mapping[int, Tensor]
+    gate: Tensor
+    correction_bias: Tensor | None
+
+
+def run_layer(ranks: Ranks, settings: LayerRun) -> tuple[list[str], bool]:
+    """Runs the layer and returns the lines of the report, and whether y is within the bounds.
+
+    Raises RunError, on every rank, for a call or checkpoint that cannot be run and for a fault of the launch.
+    """
+    clock = StageClock()
+    with ranks.together(), clock("load"):
+        target = resolve_target(settings.target)
+        loaded = _load(ranks, settings)
+    config = loaded.config
+    with ranks.together(), clock("route"):
+        routings = {
+            rank: route(loaded.layer.router, rows, loaded.gate, loaded.correction_bias)
+            for rank, rows in loaded.hidden.items()
+        }
+    per_source = {rank: count_routes(r.topk_idx, config.num_experts).unsqueeze(0) for rank, r in routings.items()}
+    histogram = torch.cat(ranks.gather_rows(per_source, [1] * ranks.num_ranks))
+    routed = set(histogram.sum(0).nonzero().flatten().tolist())
+
+    buffers: dict[int, SymmBuffer] = {}
+    try:
+        with ranks.together(), clock("set-up"):
+            buffers |= _make_buffers(ranks, settings, config, target)
+        with ranks.together():
+            weights = {rank: _load_rank(loaded, rank, routed, buffer.device, clock) for rank, buffer in buffers.items()}
+        with ranks.together():
+            y, inputs, role_seconds = _launch(loaded, target, buffers, routings, weights, clock)
+    finally:
+        for buffer in buffers.values():
+            buffer.close()
+
+    with ranks.together(), clock("oracle"):
+        expected = _oracle(ranks, config, inputs, weights, loaded.shares)
+        all_y = torch.cat(ranks.gather_rows({rank: rows.cpu() for rank, rows in y.items()}, loaded.shares))
+        comparison = compare("y", all_y, expected)
+    with ranks.together():
+        if settings.output is not None:
+            _save(ranks, settings.output, loaded.shares, all_y, routings)
+    times = slowest(ranks.gather_objects(clock.seconds))
+    role_times = slowest(ranks.gather_objects(role_seconds))
+    shards = ranks.gather_objects(sorted(loaded.checkpoint.opened_shards))
+    lines = [
+        *format_facts(_facts(ranks, settings, loaded, len(routed), target)),
+        *format_shards(shards, loaded.checkpoint.num_shards),
+        *format_facts([("error", format_error(comparison))]),
+        *format_routes(histogram),
+        *format_times("time", times),
+        *(format_times("roles", role_times) if role_times else []),
+    ]
+    return lines, comparison.ok
+
+
+def resolve_target(name: str) -> str:
+    """``host`` or ``sm90``; ``best`` is sm90 where it is installed and a Hopper GPU is there.
+
+    Raises ValueError for a target that this installation does not have.
+    """
+    has_sm90 = importlib.util.find_spec("megamoe.targets.sm90") is not None
+    if name == "best":
+        has_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+        return "sm90" if has_sm90 and has_hopper else "host"
+    if name == "sm90" and not has_sm90:
+        raise ValueError("--target sm90 is not part of this installation, expected host or best")
+    return name
+
+
+def _load(ranks: Ranks, settings: LayerRun) -> _Loaded:
+    if settings.output is not None and not settings.output.parent.is_dir():
+        raise ValueError(f"--output {settings.output}: no folder {settings.output.parent}")
+    if settings.tokens is not None and settings.tokens < 0:
+        raise ValueError(f"--tokens is {settings.tokens}, expected 0 or more")
+    checkpoint = Checkpoint(settings.checkpoint)
+    layer = describe_layer(checkpoint.config, settings.layer)
+    source = _hidden_states(settings, layer.hidden)
+    shares = split_tokens(source.num_tokens, ranks.num_ranks)
+    config = megamoe.make_config(
+        num_ranks=ranks.num_ranks,
+        num_experts=layer.router.num_experts,
+        num_max_tokens_per_rank=max(1, *shares),
+        num_topk=layer.router.num_topk,
+        hidden=layer.hidden,
+        intermediate_hidden=layer.intermediate_hidden,
+    )
+    gate, correction_bias = read_router(checkpoint, layer)
+    starts = [0, *accumulate(shares)]
+    hidden = {rank: source.read(starts[rank], starts[rank + 1]) for rank in ranks.here}
+    return _Loaded(checkpoint, layer, config, source.description, shares, hidden, gate, correction_bias)
+
+
+def _hidden_states(settings: LayerRun, hidden: int) -> HiddenStates:
+    if settings.hidden is not None:
+        return open_hidden(settings.hidden, hidden, settings.tokens)
+    num_tokens = DEFAULT_TOKENS if settings.tokens is None else settings.tokens
+    return generate_hidden(settings.distribution, settings.seed, hidden, num_tokens)
+
+
+def _make_buffers(ranks: Ranks, settings: LayerRun, config: MegaMoEConfig, target: str) -> dict[int, SymmBuffer]:
+    """The buffer of each rank that is here. Collective; compiles the target at its first use."""
+    made = megamoe.get_symm_buffer_for_mega_moe(
+        megamoe.VirtualGroup(ranks.num_ranks, target=target) if ranks.group is None else ranks.group,
+        config.num_experts,
+        config.num_max_tokens_per_rank,
+        config.num_topk,
+        config.hidden,
+        config.intermediate_hidden,
+        timeout_s=settings.timeout_s,
+    )
+    return dict(enumerate(made.ranks)) if ranks.group is None else {made.rank: made}
+
+
+def _load_rank(loaded: _Loaded, rank: int, routed: set[int], device: torch.device, clock: StageClock) -> Weights:
+    first = rank * loaded.config.experts_per_rank
+    experts = range(first, first + loaded.config.experts_per_rank)
+    return load_experts(loaded.checkpoint, loaded.layer, experts, routed, device=device, stage=clock)
+
+
+def _launch(
+    loaded: _Loaded,
+    target: str,
+    buffers: Mapping[int, SymmBuffer],
+    routings: Mapping[int, Routing],
+    weights: Mapping[int, Weights],
+    clock: StageClock,
+) -> tuple[dict[int, Tensor], dict[int, RankInputs], dict[str, float]]:
+    """By rank that is here: y bf16, and the inputs as its buffer holds them. And the seconds of each of the roles."""
+    with clock("quantise"):
+        for rank, buffer in buffers.items():
+            routing = routings[rank]
+            buffer.fill(*(t.to(buffer.device) for t in (loaded.hidden[rank], routing.topk_idx, routing.topk_weights)))
+    inputs = {
+        rank: RankInputs(*(view[: loaded.shares[rank]].clone() for view in (b.x, b.x_sf, b.topk_idx, b.topk_weights)))
+        for rank, b in buffers.items()
+    }
+    y = {
+        rank: torch.empty(loaded.shares[rank], loaded.config.hidden, dtype=torch.bfloat16, device=buffer.device)
+        for rank, buffer in buffers.items()
+    }
+    role_names = get_target(target).ROLE_NAMES
+    role_times = {rank: torch.zeros(len(role_names), dtype=torch.int64, device=b.device) for rank, b in buffers.items()}
+    with clock("run"):
+        for rank, buffer in buffers.items():
+            megamoe.launch_mega_moe(y[rank], *weights[rank], buffer, role_times=role_times[rank])
+        for buffer in buffers.values():
+            buffer.check()
+    slowest_rank = torch.stack([times.cpu() for times in role_times.values()]).amax(0)
+    role_seconds = {
+        name: nanoseconds * 1e-9 for name, nanoseconds in zip(role_names, slowest_rank.tolist(), strict=True)
+    }
+    return y, inputs, role_seconds
+
+
+def _oracle(
+    ranks: Ranks,
+    config: MegaMoEConfig,
+    inputs: Mapping[int, RankInputs],
+    weights: Mapping[int, Weights],
+    shares: list[int],
+) -> Tensor:
+    """float64 [tokens, hidden]: every process computes what its own experts add to all tokens, then all are summed."""
+    columns = [
+        ranks.gather_rows({rank: getattr(given, name).cpu() for rank, given in inputs.items()}, shares)
+        for name in ("x", "x_sf", "topk_idx", "topk_weights")
+    ]
+    owned = torch.zeros(config.num_experts, dtype=torch.bool)
+    for rank in ranks.here:
+        owned[rank * config.experts_per_rank : (rank + 1) * config.experts_per_rank] = True
+    # Routes to ranks elsewhere are masked, so the weights that stand for theirs are never read.
+    stand_in = weights[ranks.here[0]]
+    device = stand_in[0].weight.device
+    everyone = [
+        RankInputs(x.to(device), x_sf.to(device), torch.where(owned[idx], idx, -1).to(device), topk_weights.to(device))
+        for x, x_sf, idx, topk_weights in zip(*columns, strict=True)
+    ]
+    y = moe_layer(config, everyone, [weights.get(rank, stand_in) for rank in range(ranks.num_ranks)])
+    return ranks.sum(torch.cat(y).cpu())
+
+
+def _save(ranks: Ranks, path: Path, shares: list[int], y: Tensor, routings: Mapping[int, Routing]) -> None:
+    topk_idx = ranks.gather_rows({rank: r.topk_idx for rank, r in routings.items()}, shares)
+    topk_weights = ranks.gather_rows({rank: r.topk_weights for rank, r in routings.items()}, shares)
+    if 0 in ranks.here:
+        save_file({"y": y, "topk_idx": torch.cat(topk_idx), "topk_weights": torch.cat(topk_weights)}, path)
+
+
+def _facts(ranks: Ranks, settings: LayerRun, loaded: _Loaded, num_routed: int, target: str) -> list[tuple[str, str]]:
+    layer, router = loaded.layer, loaded.layer.router
+    shape = f"hidden {layer.hidden}, intermediate {layer.intermediate_hidden}"
+    kind = "virtual ranks" if ranks.group is None else "processes"
+    return [
+        ("layer", f"{settings.checkpoint}, {layer.model_type}, layer {layer.layer}: {shape}"),
+        ("experts", f"{router.num_experts}, top-{router.num_topk}, {num_routed} of them routed"),
+        ("tokens", f"{' + '.join(map(str, loaded.shares))} ({loaded.hidden_from})"),
+        ("ranks", f"{ranks.num_ranks} {kind}, target {target}"),
+    ]

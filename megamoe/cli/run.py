@@ -1,0 +1,64 @@
+"""``megamoe run``: one MoE layer of a checkpoint over the ranks, compared with the oracle."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+Target = Literal["host", "sm90", "best"]
+
+
+def run(
+    checkpoint: Annotated[Path, typer.Option(help="Folder with config.json and the safetensors files.")],
+    layer: Annotated[int, typer.Option(help="Number of the MoE layer.")],
+    ranks: Annotated[
+        int | None, typer.Option(help="Expert-parallel ranks: virtual ones, or as many as torchrun started.")
+    ] = None,
+    hidden: Annotated[
+        Path | None, typer.Option(help="safetensors file with `hidden_states` [tokens, hidden], bf16 or fp32.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="safetensors file to write: y (routed experts only), topk_idx, topk_weights.")
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option(help="Tokens over all ranks: the first ones of --hidden, else generated (64).")
+    ] = None,
+    distribution: Annotated[
+        Literal["normal", "heavy-tailed"], typer.Option(help="Of generated hidden states.")
+    ] = "normal",
+    seed: Annotated[int, typer.Option(help="Of generated hidden states.")] = 0,
+    target: Annotated[Target, typer.Option(help="What runs the layer.")] = "best",
+    timeout_s: Annotated[float, typer.Option(help="Seconds a rank waits for another one.")] = 300.0,
+) -> None:
+    """Runs one MoE layer of a Hugging Face checkpoint (DeepSeek-V3/R1, Qwen3-MoE) and compares it with the oracle.
+
+    Prints the error, the routes of each expert and rank, and the time of each stage. Exit code 1: a fault, or an error
+    beyond its bound. Exit code 2: a call or a checkpoint that cannot be run.
+    """
+    from megamoe.cli.layer_run import LayerRun, run_layer
+    from megamoe.cli.ranks import RunError, is_first_rank, open_ranks
+
+    settings = LayerRun(
+        checkpoint=checkpoint,
+        layer=layer,
+        hidden=hidden,
+        output=output,
+        tokens=tokens,
+        distribution=distribution,
+        seed=seed,
+        target=target,
+        timeout_s=timeout_s,
+    )
+    try:
+        with open_ranks(ranks) as these:
+            lines, within_bounds = run_layer(these, settings)
+    except RunError as error:
+        if is_first_rank():
+            typer.echo(f"megamoe run: error: {error}", err=True)
+        raise typer.Exit(error.exit_code) from None
+    if is_first_rank():
+        typer.echo("\n".join(lines))
+    if not within_bounds:
+        raise typer.Exit(1)
