@@ -53,7 +53,7 @@ def e4m3_rn_sat(values: Tensor) -> Tensor:
     """
     if not isinstance(values, Tensor) or values.dtype != torch.float32:
         raise ValueError(f"values: got {describe(values)}, expected an fp32 tensor")
-    # torch's own conversion rounds to nearest even but sends what lies beyond 448 to NaN; clamp lets NaN pass.
+    # Beyond 448 torch's own conversion gives NaN or saturates, by version and device; clamp lets NaN pass.
     bits = values.clamp(-E4M3_MAX, E4M3_MAX).to(E4M3).view(torch.uint8)
     return bits.masked_fill_(values.isnan(), E4M3_NAN_BITS).view(E4M3)
 

@@ -198,6 +198,18 @@ def test_scale_is_a_product_not_a_quotient() -> None:
     assert quantize_activations(x)[1][:, 0].numpy().tolist() == product.tolist()
 
 
+def test_values_are_multiplied_by_the_rounded_reciprocal() -> None:
+    """x * (1 / sf) and x / sf differ where an e4m3 midpoint is near; the rule is the product."""
+    amax = np.linspace(1, 2, 1024, dtype=np.float32)[:, None]
+    sf = amax * np.float32(FP32_INV_E4M3_MAX)
+    midpoints = ((E4M3_FLOATS[:-1] + E4M3_FLOATS[1:]) / 2).astype(np.float32)  # 126 of them, the last below amax
+    near = midpoints * sf
+    x = np.concatenate([amax, near, np.zeros_like(amax)], axis=1)
+    product = round_to_e4m3_array(x * (np.float32(1) / sf))
+    assert (product != round_to_e4m3_array(x / sf)).any()  # else this test shows nothing
+    assert np.array_equal(bits_of(quantize_activations(torch.from_numpy(x))[0]), product)
+
+
 def test_ue8m0_scales_are_the_next_power_of_two() -> None:
     x = torch.randn(64, 256, generator=torch.Generator().manual_seed(1)) * torch.logspace(-12, 6, 64)[:, None]
     plain, rounded = quantize_activations(x)[1], quantize_activations(x, ue8m0=True)[1]

@@ -339,6 +339,8 @@ def test_combine_by_hand() -> None:
     exact = combine(config, given_inputs, partial.double())
     assert exact.dtype == torch.float64
     assert exact[0].tolist() == [2.0] * 128
+    partial[3, 1, 5] = math.nan  # in a slot that counts
+    assert combine(config, given_inputs, partial)[1].isnan().nonzero().flatten().tolist() == [5]
 
 
 def test_nan_and_inf_stay_in_their_token() -> None:
