@@ -13,6 +13,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # it would take [tokens, hidden] in a help text for markup
 )
 app.command()(run)
 app.command()(layout)

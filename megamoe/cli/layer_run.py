@@ -43,6 +43,7 @@ class LayerRun:
 
     checkpoint: Path
     layer: int
+    ranks: int | None = None
     hidden: Path | None = None
     output: Path | None = None
     tokens: int | None = None
@@ -73,6 +74,7 @@ def run_layer(ranks: Ranks, settings: LayerRun) -> tuple[list[str], bool]:
     """
     clock = StageClock()
     with ranks.together(), clock("load"):
+        ranks.check_requested(settings.ranks)
         target = resolve_target(settings.target)
         loaded = _load(ranks, settings)
     config = loaded.config

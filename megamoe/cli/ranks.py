@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +18,12 @@ WRONG_CALL, FAULT = 2, 1
 
 
 class RunError(Exception):
-    """Ends the run on every rank with a message for the user and an exit code."""
+    """Ends the run with a message for the user and an exit code. ``shared``: every rank raises the same one."""
 
-    def __init__(self, message: str, exit_code: int) -> None:
+    def __init__(self, message: str, exit_code: int, *, shared: bool) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+        self.shared = shared
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,10 @@ class Ranks:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Runs the body on every rank. What fails on one becomes a RunError on all, so that none waits for it."""
+        """Runs the body on every rank. What fails on one becomes a RunError on all, so that none waits for it.
+
+        The body may call nothing collective that another rank could miss by failing.
+        """
         failure: tuple[int, str] | None = None
         try:
             yield
@@ -43,11 +47,33 @@ class Ranks:
             failure = FAULT, str(error)
         except (ValueError, OSError) as error:
             failure = WRONG_CALL, str(error)
-        failures = self.gather_objects(failure)
+        try:
+            failures = self.gather_objects(failure)
+        except RunError as lost:
+            if failure is not None:  # more likely the cause than the consequence
+                raise RunError(f"{failure[1]}; {lost}", failure[0], shared=False) from lost
+            raise
         if any(failures):
             rank, (exit_code, message) = next((r, f) for r, f in enumerate(failures) if f is not None)
             everywhere = all(f == failures[0] for f in failures)
-            raise RunError(message if everywhere else f"on rank {rank}: {message}", exit_code)
+            raise RunError(message if everywhere else f"on rank {rank}: {message}", exit_code, shared=True)
+
+    def check_requested(self, requested: int | None) -> None:
+        """Raises ValueError where ``requested`` (--ranks) is not the number of ranks there are."""
+        if requested is not None and requested < 1:
+            raise ValueError(f"--ranks is {requested}, expected at least 1")
+        if requested not in (None, self.num_ranks):
+            raise ValueError(f"--ranks is {requested}, but torchrun started {self.num_ranks} (WORLD_SIZE)")
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this process prints what all of them know."""
+        return 0 in self.here
+
+    def wait_for_all(self) -> None:
+        """Returns when every process is here or gone. torchrun ends all ranks once one exits with an error."""
+        with suppress(RunError):
+            self.gather_objects(None)
 
     def gather_objects(self, mine: Any) -> list[Any]:
         """``mine`` of every process, by rank; a list of one where all ranks are here."""
@@ -80,29 +106,16 @@ class Ranks:
 
 @contextmanager
 def open_ranks(requested: int | None) -> Iterator[Ranks]:
-    """The ranks torchrun started (WORLD_SIZE is set), else ``requested`` virtual ones, 1 if None.
-
-    Raises RunError where ``requested`` is neither positive nor what torchrun started.
-    """
-    if requested is not None and requested < 1:
-        raise RunError(f"--ranks is {requested}, expected at least 1", WRONG_CALL)
+    """The ranks that torchrun started (WORLD_SIZE is set), else ``requested`` virtual ones, 1 if None or less."""
     if "WORLD_SIZE" not in os.environ:
-        num_ranks = requested or 1
+        num_ranks = max(1, requested or 1)
         yield Ranks(num_ranks, tuple(range(num_ranks)), None)
         return
-    world_size = int(os.environ["WORLD_SIZE"])
-    if requested not in (None, world_size):
-        raise RunError(f"--ranks is {requested}, but torchrun started {world_size} (WORLD_SIZE)", WRONG_CALL)
     dist.init_process_group("gloo")
     try:
-        yield Ranks(world_size, (dist.get_rank(),), dist.group.WORLD)
+        yield Ranks(dist.get_world_size(), (dist.get_rank(),), dist.group.WORLD)
     finally:
         dist.destroy_process_group()
-
-
-def is_first_rank() -> bool:
-    """Whether this process speaks for the run: rank 0 of torchrun, or the only process."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def split_tokens(num_tokens: int, num_ranks: int) -> list[int]:
@@ -117,4 +130,4 @@ def _peers_may_be_lost() -> Iterator[None]:
         yield
     except (RuntimeError, dist.DistError) as error:
         first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise RunError(f"rank {os.environ.get('RANK')} lost its peers: {first_line}", FAULT) from error
+        raise RunError(f"rank {os.environ.get('RANK')} lost its peers: {first_line}", FAULT, shared=False) from error

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+
+if TYPE_CHECKING:
+    from megamoe.cli.layer_run import LayerRun
+    from megamoe.cli.ranks import Ranks
 
 Target = Literal["host", "sm90", "best"]
 
@@ -37,12 +41,13 @@ def run(
     Prints the error, the routes of each expert and rank, and the time of each stage. Exit code 1: a fault, or an error
     beyond its bound. Exit code 2: a call or a checkpoint that cannot be run.
     """
-    from megamoe.cli.layer_run import LayerRun, run_layer
-    from megamoe.cli.ranks import RunError, is_first_rank, open_ranks
+    from megamoe.cli.layer_run import LayerRun
+    from megamoe.cli.ranks import open_ranks
 
     settings = LayerRun(
         checkpoint=checkpoint,
         layer=layer,
+        ranks=ranks,
         hidden=hidden,
         output=output,
         tokens=tokens,
@@ -51,14 +56,25 @@ def run(
         target=target,
         timeout_s=timeout_s,
     )
+    with open_ranks(ranks) as these:
+        exit_code = _run_and_tell(these, settings)
+    raise typer.Exit(exit_code)
+
+
+def _run_and_tell(ranks: Ranks, settings: LayerRun) -> int:
+    """Runs the layer, prints what it says or why not, and returns the exit code."""
+    from megamoe.cli.layer_run import run_layer
+    from megamoe.cli.ranks import FAULT, RunError
+
     try:
-        with open_ranks(ranks) as these:
-            lines, within_bounds = run_layer(these, settings)
+        lines, within_bounds = run_layer(ranks, settings)
     except RunError as error:
-        if is_first_rank():
+        if ranks.speaks or not error.shared:
             typer.echo(f"megamoe run: error: {error}", err=True)
-        raise typer.Exit(error.exit_code) from None
-    if is_first_rank():
+        if error.shared:
+            ranks.wait_for_all()
+        return error.exit_code
+    if ranks.speaks:
         typer.echo("\n".join(lines))
-    if not within_bounds:
-        raise typer.Exit(1)
+    ranks.wait_for_all()
+    return 0 if within_bounds else FAULT
