@@ -96,7 +96,7 @@ def plan(
     """Print what ``run`` with the same options would do."""
     try:
         request = _request(phases, target, ranks, groups, cases, repeat, no_gates, seconds)
-        steps, _ = runner.plan_run(request, Places(phases_root, Path()))
+        steps, _, _ = runner.plan_run(request, Places(phases_root, Path()))
     except (BadRequest, SpecError) as error:
         raise _fail(error) from error
     console = Console()

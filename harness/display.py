@@ -96,7 +96,7 @@ class LiveDisplay:
         self._live = Live(console=console, get_renderable=self._table, refresh_per_second=4)
 
     def say(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False)
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def begin(self, plan: Plan) -> None:
         self.say(f"target {plan.target} ({plan.target_reason})")

@@ -24,7 +24,7 @@ from harness.supervisor import GUARDIAN_SLACK_S, Job, StopRequest, clean_up, tem
 
 HARNESS_PARENT = Path(__file__).resolve().parent.parent
 POLL_S = 0.1
-TAKE_OVER_SLACK_S = 2 * GUARDIAN_SLACK_S  # the guardian bounds itself; beyond this it is stuck
+TAKE_OVER_SLACK_S = GUARDIAN_SLACK_S + 6.0  # by then a guardian that still runs has swept
 _STEP_COUNTER = itertools.count(1)
 
 
@@ -86,6 +86,8 @@ def step_environment(step: Step, project_root: Path) -> dict[str, str]:
         "NCCL_NVLS_ENABLE": "0",
     }
     if step.group == "process":
+        # All ranks are here: without this gloo asks for the host's name and address, which a container may not have.
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
         environment["OMP_NUM_THREADS"] = str(max(1, num_usable_cores() // step.num_ranks))
     return environment
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import platform
@@ -19,7 +20,7 @@ _PROBE = """
 import json, torch
 count = torch.cuda.device_count() if torch.cuda.is_available() else 0
 gpus = [[torch.cuda.get_device_name(i), *torch.cuda.get_device_capability(i)] for i in range(count)]
-print(json.dumps({"torch": torch.__version__, "gpus": gpus}))
+print(json.dumps(gpus))
 """
 
 
@@ -33,7 +34,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Machine:
-    """``gpus`` are all that torch sees; ``torch_version`` is None, with ``problem``, when torch could not be asked."""
+    """``gpus`` are all that torch sees, if it was asked; ``problem`` says why it was not or could not be."""
 
     hostname: str
     python_version: str
@@ -64,28 +65,34 @@ def num_usable_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _ask_torch() -> tuple[str | None, tuple[Gpu, ...], str]:
+def _ask_torch_for_gpus() -> tuple[tuple[Gpu, ...], str]:
     try:
         done = subprocess.run(
             [sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=PROBE_SECONDS, check=False
         )
     except subprocess.TimeoutExpired:
-        return None, (), f"torch did not answer in {PROBE_SECONDS:g} s when asked for GPUs"
+        return (), f"torch did not answer in {PROBE_SECONDS:g} s when asked for GPUs"
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        return None, (), f"torch could not be asked for GPUs: {last}"
-    answer = json.loads(done.stdout.splitlines()[-1])
-    gpus = tuple(Gpu(name, (major, minor)) for name, major, minor in answer["gpus"])
-    return answer["torch"], gpus, ""
+        return (), f"torch could not be asked for GPUs: {last}"
+    gpus = json.loads(done.stdout.splitlines()[-1])
+    return tuple(Gpu(name, (major, minor)) for name, major, minor in gpus), ""
 
 
-def look_at_machine() -> Machine:
-    """Ask torch (2 to 3 s: it must be imported) and the system."""
-    torch_version, gpus, problem = _ask_torch()
+def _torch_version() -> str | None:
+    try:
+        return importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def look_at_machine(*, with_gpus: bool) -> Machine:
+    """Ask the system, and with ``with_gpus`` torch as well (2 to 3 s: it must be imported)."""
+    gpus, problem = _ask_torch_for_gpus() if with_gpus else ((), "GPUs were not looked for")
     return Machine(
         hostname=platform.node(),
         python_version=platform.python_version(),
-        torch_version=torch_version,
+        torch_version=_torch_version(),
         num_cores=num_usable_cores(),
         memory_bytes=memory_bytes("MemTotal"),
         gpus=gpus,

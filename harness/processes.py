@@ -199,8 +199,8 @@ def sweep(
     find: Callable[[], Collection[Process]],
     *,
     reap: Callable[[], bool],
-    grace_s: float = 2.0,
-    give_up_s: float = 5.0,
+    grace_s: float = 1.0,
+    give_up_s: float = 3.0,
 ) -> Sweep:
     """Terminate, then kill everything that ``find`` finds, until two looks in a row find nothing.
 

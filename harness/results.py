@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,7 @@ STATUSES = ("passed", "failed", "timed out", "blocked", "skipped", "flaky")
 FAILING = ("failed", "timed out", "flaky")
 RESULTS_FILE = "results.jsonl"
 LOG_TAIL_LINES = 30
+LOG_TAIL_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -78,11 +80,17 @@ class BuildResult:
 def log_tails(folder: Path) -> dict[str, str]:
     """The last 30 lines of the launcher's and of every rank's log; empty logs are left out."""
     paths = [folder / "launcher.log", *sorted(folder.glob("rank*.log"), key=lambda path: int(path.stem[4:]))]
-    tails = {}
-    for path in paths:
-        if path.exists() and (lines := path.read_text(errors="replace").splitlines()):
-            tails[path.name] = "\n".join(lines[-LOG_TAIL_LINES:])
-    return tails
+    tails = {path.name: _last_lines(path) for path in paths if path.exists()}
+    return {name: tail for name, tail in tails.items() if tail}
+
+
+def _last_lines(path: Path) -> str:
+    """Reads the end only: a rank that hangs in a loop may have written gigabytes."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - LOG_TAIL_BYTES))
+        lines = file.read().decode(errors="replace").splitlines()
+    return "\n".join(lines[-LOG_TAIL_LINES:])
 
 
 def command_to_repeat(step: Step, failed_cases: Sequence[str], seconds: float | None, phases_root: Path | None) -> str:

@@ -188,17 +188,17 @@ def _commit(folder: Path) -> str:
     return done.stdout.strip() if done.returncode == 0 else "unknown (not a git checkout)"
 
 
-def plan_run(request: Request, places: Places, machine: Machine | None = None) -> tuple[Plan, dict[int, PhaseSpec]]:
+def plan_run(request: Request, places: Places) -> tuple[Plan, dict[int, PhaseSpec], Machine]:
     """Load the specs and lay out the steps. Raises SpecError or BadRequest."""
     specs = load_specs(places.phases_root)
-    return make_plan(request, specs, machine or look_at_machine()), specs
+    machine = look_at_machine(with_gpus=request.target != "host")
+    return make_plan(request, specs, machine), specs, machine
 
 
 def run(request: Request, places: Places, display: Display, *, build_seconds: float = BUILD_SECONDS) -> int:
     """Do everything that was asked for; the exit code (0, 1 or 3). Raises SpecError or BadRequest before it starts."""
     stop = StopRequest()
-    machine = look_at_machine()
-    plan, specs = plan_run(request, places, machine)
+    plan, specs, machine = plan_run(request, places)
     folder = new_run_folder(places.runs_folder)
     this_run = Run(request, places, folder, display, stop)
     facts: dict[str, object] = {

@@ -30,7 +30,9 @@ from harness.watch import Ranks, Watch, recorded_processes
 TICK_S = 0.05
 SETTLE_S = 2.0  # helpers of a command that has ended (resource trackers, say) may take this long to follow
 STACKS_SHARE = 0.75  # stacks are asked for at 45 s of 60
-GUARDIAN_SLACK_S = 10.0  # a supervisor that is so late is itself stuck (stopped, say)
+# A supervisor that is so late is itself stuck (stopped, say). More than it takes to settle and to sweep (6 s together),
+# and little enough for the guardian to have swept 10 s after the limit.
+GUARDIAN_SLACK_S = 7.0
 LAUNCHER_LOG = "launcher.log"
 
 

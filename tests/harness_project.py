@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
 from harness import processes
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -126,7 +127,8 @@ class Project:
         return [sys.executable, "-m", "harness", *arguments, *places]
 
     def environment(self) -> dict[str, str]:
-        return {**os.environ, "PYTHONPATH": str(REPOSITORY), "COLUMNS": "200"}
+        """Without GPUs, so that a call answers the same on every machine."""
+        return {**os.environ, "PYTHONPATH": str(REPOSITORY), "COLUMNS": "200", "CUDA_VISIBLE_DEVICES": ""}
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
