@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness_project import PASSING, Project
 
 from harness.machine import Gpu, Machine
 from harness.outcome import Outcome
@@ -15,6 +14,7 @@ from harness.plan import Plan, Request, Step, make_plan
 from harness.record import Verdict, judge, read_record
 from harness.results import StepResult, exit_code
 from harness.spec import SpecError, load_spec, load_specs
+from tests.harness_project import PASSING, Project
 
 CLEAN = Outcome("exited", exit_code=0)
 CASE = {"kind": "case", "case": "small", "ok": True, "seconds": 0.1}

@@ -12,7 +12,8 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from harness_project import PASSING, Project, processes_in
+
+from tests.harness_project import PASSING, Project, processes_in
 
 HANGS = 'case("small"); view("x"); print("waiting for rank 1", flush=True); time.sleep(1000)'
 FAILS = 'case("small", ok=False, message="rows differ"); view("x", wrong=3, ok=False); finish(False); sys.exit(1)'

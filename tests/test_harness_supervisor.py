@@ -12,12 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from harness_project import PASSING, REPOSITORY, Project, processes_in, wait_until_gone
 
 from harness import processes
 from harness.holdings import FileKey, memfd_holders
 from harness.outcome import Outcome, read_outcome
 from harness.supervisor import temporary_folder
+from tests.harness_project import PASSING, REPOSITORY, Project, processes_in, wait_until_gone
 
 LIMIT_S = 2.0
 EMPTY_S = 10.0
