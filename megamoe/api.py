@@ -19,6 +19,7 @@ from megamoe.layout import LAUNCH_STRUCT, buffer_layout
 from megamoe.quant import describe
 from megamoe.schedule import Schedule, override_schedule, pick_schedule
 from megamoe.targets import build_all
+from megamoe.targets.host import ROLE_NAMES
 from megamoe.weights import L1Weights, L2Weights, check_transformed_weights
 
 RECIPE = (1, SCALE_BLOCK, SCALE_BLOCK)
@@ -236,6 +237,7 @@ def launch_mega_moe(
     _check_choices(recipe, activation, activation_clamp)
     _check_stats(cumulative_local_expert_recv_stats, sym_buffer)
     _check_debug(debug, config)
+    _check_role_times(role_times)
     word = num_tokens if isinstance(num_tokens, Tensor) else None
     arguments = LAUNCH_STRUCT.ctype(
         y=y.data_ptr() if y.numel() else 0,
@@ -249,7 +251,7 @@ def launch_mega_moe(
         timeout_ns=int(sym_buffer.timeout_s * 1e9),
         launch=next(_launch_numbers),
         num_tokens=tokens,
-        stage=int(stage),
+        stage=int(Stage(stage)),
         has_clamp=activation_clamp is not None,
         activation_clamp=activation_clamp or 0.0,
         fast_math=fast_math,
@@ -297,11 +299,13 @@ def _check_y(y: Tensor, num_tokens: int | Tensor | None, sym_buffer: SymmBuffer)
 
 
 def _check_choices(recipe: tuple[int, int, int], activation: str, activation_clamp: float | None) -> None:
-    if tuple(recipe) != RECIPE:
-        raise ValueError(f"recipe: got {recipe}, expected {RECIPE}")
+    if not isinstance(recipe, (tuple, list)) or tuple(recipe) != RECIPE:
+        raise ValueError(f"recipe: got {recipe!r}, expected {RECIPE}")
     if activation != "swiglu":
         raise ValueError(f"activation: got {activation!r}, expected 'swiglu'")
-    if activation_clamp is not None and not (activation_clamp > 0 and math.isfinite(activation_clamp)):
+    if activation_clamp is not None and not (
+        isinstance(activation_clamp, (int, float)) and activation_clamp > 0 and math.isfinite(activation_clamp)
+    ):
         raise ValueError(f"activation_clamp: got {activation_clamp!r}, expected a positive finite number or None")
 
 
@@ -320,6 +324,19 @@ def _check_stats(stats: Tensor | None, sym_buffer: SymmBuffer) -> None:
             f"cumulative_local_expert_recv_stats: got {describe(stats)}, expected contiguous int32 {list(shape)} on "
             f"{sym_buffer.device}"
         )
+
+
+def _check_role_times(role_times: Tensor | None) -> None:
+    if role_times is None:
+        return
+    roles = len(ROLE_NAMES)
+    if (
+        not isinstance(role_times, Tensor)
+        or role_times.dtype != torch.int64
+        or role_times.numel() < roles
+        or not role_times.is_contiguous()
+    ):
+        raise ValueError(f"role_times: got {describe(role_times)}, expected contiguous int64 [{roles}]")
 
 
 def _check_debug(debug: DebugWindow | None, config: MegaMoEConfig) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from megamoe.config import MegaMoEConfig
 from megamoe.faults import Fault, MegaMoEFault, read_fault_records
 from megamoe.groups import DistributedGroup, LocalGroup, VirtualGroup, as_group
-from megamoe.layout import BufferLayout, Region, buffer_layout
+from megamoe.layout import MAX_FAULT_RECORDS, BufferLayout, Region, buffer_layout
 from megamoe.quant import describe, quantize_activations
 from megamoe.targets import get_target
 
@@ -58,9 +59,16 @@ _RESET_REGIONS = (
 )
 
 
+MAX_TIMEOUT_S = 1e9
+
+
 def default_timeout_s() -> float:
     """MEGAMOE_TIMEOUT_S, or 300: how long a wait on the device may take."""
-    return float(os.environ.get("MEGAMOE_TIMEOUT_S", "300"))
+    text = os.environ.get("MEGAMOE_TIMEOUT_S", "300")
+    try:
+        return float(text)
+    except ValueError as error:
+        raise ValueError(f"MEGAMOE_TIMEOUT_S: got {text!r}, expected seconds") from error
 
 
 class SymmBuffer:
@@ -92,6 +100,7 @@ class SymmBuffer:
         self._check_every = check_every
         self._launches = 0
         self._reported_faults = 0
+        self._polled: list[Fault] = []  # records that are still in the buffer and were reported
         self._closed = False
 
     def __repr__(self) -> str:
@@ -131,6 +140,7 @@ class SymmBuffer:
     @property
     def epoch(self) -> int:
         """Launches that have ended on this buffer."""
+        self._require_open()
         return int(_region_view(self._rank.memory, self.layout["epoch"])[0].item())
 
     # --- inputs --------------------------------------------------------------------------------------------------
@@ -151,8 +161,11 @@ class SymmBuffer:
             ValueError: a shape, dtype or the number of tokens does not fit; names the argument.
         """
         self._require_open()
+        for name, tensor in (("x", x), ("topk_idx", topk_idx), ("topk_weights", topk_weights)):
+            if not isinstance(tensor, Tensor) or tensor.device != self.device:
+                raise ValueError(f"{name}: got {describe(tensor)}, expected a tensor on the buffer's {self.device}")
         config, tokens = self.config, x.shape[0] if x.dim() == 2 else -1
-        if x.dim() != 2 or x.shape[1] != config.hidden or not x.dtype.is_floating_point:
+        if x.dim() != 2 or x.shape[1] != config.hidden or x.dtype not in (torch.bfloat16, torch.float32):
             raise ValueError(f"x: got {describe(x)}, expected bf16 or fp32 [tokens, {config.hidden}]")
         self.check_num_tokens(tokens)
         routes = (tokens, config.num_topk)
@@ -201,17 +214,28 @@ class SymmBuffer:
     def _raise_for_faults(self, *, idle: bool) -> None:
         status = self._rank.status
         aborted = int(status.aborted_epoch) or (int(self.view("abort")[0].item()) if idle else 0)
-        if int(status.fault_count) == self._reported_faults and not aborted:
-            return
-        self._reported_faults = int(status.fault_count)
-        faults = self.read_faults()
-        if aborted:
-            faults += [fault for rank in self._other_ranks() for fault in self.read_faults(rank)]
-        elif idle:  # nothing runs, so the records are ours to recycle; an aborted group keeps them until its reset
+        counted = int(status.fault_count) - self._reported_faults
+        faults: list[Fault] = []
+        if counted or aborted:
+            recorded = self.read_faults()
+            faults = recorded if aborted else list((Counter(recorded) - Counter(self._polled)).elements())
+            self._polled = recorded
+            # A record is written before it is counted, so a poll may see one more.
+            self._reported_faults += max(counted, len(faults) if not aborted else 0)
+        if idle and not aborted and self._polled:
+            # Nothing runs, so the records are ours to recycle; an aborted group keeps them until its reset.
             self.view("fault_records").view(torch.int32).zero_()
             self.view("fault_count").view(torch.int32).zero_()
+            self._polled = []
+        if not counted and not aborted:
+            return
         sentences = [fault.describe(self.config) for fault in faults]
+        if counted > len(faults):
+            sentences.append(f"{counted - len(faults)} more faults: a buffer keeps records of {MAX_FAULT_RECORDS}")
         if aborted:
+            others = [fault for rank in self._other_ranks() for fault in self.read_faults(rank)]
+            sentences += [fault.describe(self.config) for fault in others]
+            faults += others
             sentences.append(
                 f"the group is aborted since epoch {aborted}: y is NaN from there on, later launches end at once, and "
                 "reset() (every rank alive) or a new group makes it work again"
@@ -260,15 +284,18 @@ class VirtualSymmBuffer:
         return self.ranks[0].config
 
     def check(self) -> None:
-        """Wait for the launches of every rank, then raise the first rank's MegaMoEFault, if there is one."""
-        first: MegaMoEFault | None = None
+        """Wait for the launches of every rank, then raise what went wrong on any of them as one MegaMoEFault."""
+        raised: list[MegaMoEFault] = []
         for buffer in self.ranks:
             try:
                 buffer.check()
             except MegaMoEFault as fault:
-                first = first or fault
-        if first is not None:
-            raise first
+                raised.append(fault)
+        aborted = [fault for fault in raised if fault.aborted_epoch]
+        if aborted:  # says it all: the records of an aborted group are read from every rank
+            raise aborted[0]
+        if raised:
+            raise MegaMoEFault("; ".join(map(str, raised)), [fault for one in raised for fault in one.faults])
 
     def reset(self) -> None:
         """Make an aborted group work again."""
@@ -295,9 +322,12 @@ def _clear(buffer: SymmBuffer, highest_epoch: int) -> None:
     status.aborted_epoch = 0
     status.fault_count = 0
     buffer._reported_faults = 0
+    buffer._polled = []
 
 
 def _reset(group: LocalGroup | DistributedGroup, buffers: Sequence[SymmBuffer]) -> None:
+    for buffer in buffers:
+        buffer._require_open()
     for buffer in buffers:
         buffer._rank.synchronize()
     # Until every rank has stopped nobody may clear: a wait that still runs would raise the abort flag again.
@@ -343,12 +373,12 @@ def open_buffers(
         This process's SymmBuffer; for a VirtualGroup the VirtualSymmBuffer of all ranks.
 
     Raises:
-        ValueError: the ranks disagree about the config, or the timeout is not positive.
+        ValueError: the ranks disagree about the config, or the timeout is not positive and finite.
     """
-    if not timeout_s > 0:
-        raise ValueError(f"timeout_s must be positive, got {timeout_s}")
-    if check_every is not None and check_every < 1:
-        raise ValueError(f"check_every must be at least 1 or None, got {check_every}")
+    if not isinstance(timeout_s, (int, float)) or not 0 < timeout_s <= MAX_TIMEOUT_S:
+        raise ValueError(f"timeout_s must be above 0 and at most {MAX_TIMEOUT_S:g} seconds, got {timeout_s!r}")
+    if check_every is not None and (not isinstance(check_every, int) or check_every < 1):
+        raise ValueError(f"check_every must be at least 1 or None, got {check_every!r}")
     inner = as_group(group)
     _agree(inner, config)
     ranks = get_target(inner.target).open_ranks(inner, buffer_layout(config), max_workers)

@@ -14,6 +14,8 @@ BLOCK_M_CHOICES = (32, 64, 128)
 L2_SF_GRANULARITY_CHOICES = (64, 128)
 ACCUM_DEBUG_EDGE = 128
 """Rows and columns of the debug view of L1 accumulators."""
+MAX_COUNTED = 2**32 - 2**16
+"""Routes, pool rows and tiles are counted in 32 bits, and every worker of a launch may claim one past the last."""
 INTERLEAVE = 8
 """Gate and up rows of the L1 weight alternate in groups of this many."""
 
@@ -111,6 +113,17 @@ class MegaMoEConfig:
             self.l2_block_n % SCALE_BLOCK == 0,
             f"l2_block_n must be a multiple of {SCALE_BLOCK}, got {self.l2_block_n}",
         )
+        # An owner counts every route that comes before it finds that they do not fit into its pool.
+        for what, count in (
+            ("pool rows", max(self.worst_case_pool_rows, self.num_pool_rows)),
+            ("output tiles of a launch", self.num_pool_blocks * (self.num_l1_tiles + self.num_l2_tiles)),
+        ):
+            _require(
+                count <= MAX_COUNTED,
+                f"num_max_tokens_per_rank = {self.num_max_tokens_per_rank} with top-{self.num_topk} over "
+                f"{self.num_ranks} ranks (pool_rows = {self.pool_rows}) may come to {count} {what}, expected at most "
+                f"{MAX_COUNTED}",
+            )
 
     @property
     def experts_per_rank(self) -> int:

@@ -26,7 +26,8 @@ ROWS_PER_PULL = 8
 """Pool rows of one pull claim."""
 
 LAUNCH_DECISION_SLOTS = 8
-"""Launches that may be let in or refused on one buffer at the same time."""
+"""Launches that are let in or refused on one buffer at the same time without waiting for each other: a slot holds the
+decision, and how many workers have read it."""
 
 MAX_FAULT_RECORDS = 32
 CLAIM_NAMES = (
@@ -58,7 +59,7 @@ class FaultRecordType:
 
 FAULT_RECORD = FaultRecordType(
     (
-        "written",  # epoch, low half: the record is complete once this is not 0
+        "written",  # the record is complete once this is not 0
         "kind",
         "wait",
         "rank",
@@ -153,7 +154,7 @@ def _regions(config: MegaMoEConfig) -> list[Region]:
     control = [
         _region("epoch", "u64", (1,), "exit", "enter, host"),
         _region("in_use", "u64", (1,), "enter, exit", "enter"),
-        _region("launch_decisions", "u64", (LAUNCH_DECISION_SLOTS,), "enter", "enter"),
+        _region("launch_decisions", "u64", (LAUNCH_DECISION_SLOTS, 2), "enter", "enter"),
         _region("fault_count", "u32", (1,), "any role", "host"),
         _region("fault_records", "u32", (MAX_FAULT_RECORDS, FAULT_RECORD.num_words), "any role", "host"),
         _region("chunk_counts", "u32", (num_route_chunks(config), experts), "dispatch", "dispatch"),

@@ -24,19 +24,18 @@ inline void run_worker(const Rank& rank, const LaunchArguments& launch, uint32_t
                        Scratch& scratch) {
   const auto* word = reinterpret_cast<const int32_t*>(launch.num_tokens_word);
   const int64_t tokens = word == nullptr ? int64_t(launch.num_tokens) : int64_t(*word);
-  const uint32_t num_tokens = uint32_t(std::clamp<int64_t>(tokens, 0, rank.problem.max_tokens));
+  const uint32_t num_tokens = uint32_t(std::clamp<int64_t>(tokens, 0, launch.num_tokens));  // y has room for no more
   Context context{&rank.problem, &rank.layout, rank.bases.data(), rank.host_status, launch.timeout_ns, 0, rank.rank,
                   num_tokens, Stage(launch.stage)};
   const auto y = reinterpret_cast<uint16_t*>(launch.y);
   const uint64_t y_elements = uint64_t(num_tokens) * rank.problem.hidden;
   SoloTeam team;
-  if (enter_launch(context, launch.launch) == Entry::refused) {
+  if (enter_launch(context, launch.launch, num_workers) == Entry::refused) {
     if (worker == 0 && y != nullptr) fill_nan(y, y_elements);
     return;
   }
   if (worker == 0 && tokens != int64_t(num_tokens))
-    record_fault(context, {FaultKind::token_count, WaitFor::nothing, rank.rank, 0, rank.problem.max_tokens,
-                           uint64_t(tokens), 0});
+    record_fault(context, {FaultKind::token_count, WaitFor::nothing, rank.rank, 0, launch.num_tokens, uint64_t(tokens), 0});
   if (!aborted(context)) run_roles(context, launch, scratch);
   clear_other_bank(context, team);
   leave_launch(context, num_workers, [&](const Context&) {

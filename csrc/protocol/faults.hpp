@@ -56,6 +56,12 @@ MEGAMOE_FN void raise_abort(const Context& context) {
   SystemRef<uint64_t>(context.host_status->aborted_epoch).store(context.epoch, release);
 }
 
+// Who waits only because somebody else waits lets that one speak first, so that the record names the cause: a rank's own
+// workers come after the routes of its peers, and finished experts, which hang on everything, come last.
+MEGAMOE_FN constexpr uint64_t grace_ns(WaitFor wait) {
+  return wait == WaitFor::routes ? 0 : wait == WaitFor::expert_done ? 200'000'000 : 100'000'000;
+}
+
 constexpr uint32_t kPollsPerLook = 32;  // polls between two looks at the clock and the abort flag
 
 template <class T>
@@ -68,12 +74,13 @@ struct Waited {
 // Wait until `reached(word)`. Called by one thread. Not reached means that the launch drains, because the deadline
 // passed (a record was written, every rank told) or because another wait already aborted it.
 // Polls relaxed and acquires once, so that on the GPU a poll does not flush the L1 cache.
+// `started` is the time from which the deadline counts, for waits that share one; 0: from now.
 template <class Ref, class Reached>
-MEGAMOE_FN auto wait_until(const Context& context, Ref word, Reached reached, Fault fault)
+MEGAMOE_FN auto wait_until(const Context& context, Ref word, Reached reached, Fault fault, uint64_t started = 0)
     -> Waited<decltype(word.load(relaxed))> {
   perturb(Point::wait);
   constexpr auto last_order = mutated(Mutation::relaxed_wait) ? relaxed : acquire;
-  uint64_t started = 0;
+  const uint64_t limit_ns = context.timeout_ns + grace_ns(fault.wait);
   for (uint32_t polls = 0;; ++polls) {
     const auto seen = word.load(relaxed);
     if (reached(seen)) return {true, word.load(last_order)};
@@ -81,7 +88,7 @@ MEGAMOE_FN auto wait_until(const Context& context, Ref word, Reached reached, Fa
       if (aborted(context)) return {false, seen};
       const uint64_t now = now_ns();
       if (started == 0) started = now;
-      if (now - started > context.timeout_ns) {
+      if (now - started > limit_ns) {
         fault.seen = uint64_t(seen);
         fault.waited_ns = now - started;
         record_fault(context, fault);

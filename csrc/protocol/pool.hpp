@@ -43,6 +43,7 @@ MEGAMOE_FN bool wait_for_counts(const Context& context, Team& team) {
   const auto& layout = *context.layout;
   const uint64_t wanted = context.epoch - (mutated(Mutation::wait_for_stale_epoch) ? 1 : 0);
   bool reached = true;
+  const uint64_t started = now_ns();
   const uint32_t words = problem.experts_per_rank * problem.num_ranks;
   for (uint32_t item = team.rank(); item < words && reached; item += team.size()) {
     const uint32_t source = rotated_source(context, item % problem.num_ranks);
@@ -50,7 +51,7 @@ MEGAMOE_FN bool wait_for_counts(const Context& context, Team& team) {
     uint64_t* word = context.own<uint64_t>(layout.route_count) + source * layout.route_count.stride[0] + expert;
     const auto waited = wait_until(context, SystemRef<uint64_t>(*word),
                                    [&](uint64_t seen) { return stamp_of(seen) >= wanted; },
-                                   {FaultKind::timeout, WaitFor::routes, source, expert, context.epoch, 0, 0});
+                                   {FaultKind::timeout, WaitFor::routes, source, expert, context.epoch, 0, 0}, started);
     reached = waited.reached;
     // Remembered here because the word itself may move on to the source's next epoch.
     if (reached) source_rows(context, expert)[item % problem.num_ranks] = routes_in_epoch(context, waited.seen);

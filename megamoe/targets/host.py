@@ -125,11 +125,16 @@ def _allocate(group: Group, num_bytes: int) -> list[SharedMemory]:
         return [SharedMemory(_map(-1, num_bytes), -1) for _ in range(group.num_ranks)]
     (rank,) = group.local_ranks
     own = _share(f"megamoe-rank{rank}", num_bytes)
-    offers = group.all_gather((os.getpid(), own.descriptor))
-    memories = [
-        own if other == rank else _attach(pid, descriptor, num_bytes) for other, (pid, descriptor) in enumerate(offers)
-    ]
-    group.barrier()  # until here every rank must live, so that its descriptor can be opened
+    try:
+        offers = group.all_gather((os.getpid(), own.descriptor))
+        memories = [
+            own if other == rank else _attach(pid, descriptor, num_bytes)
+            for other, (pid, descriptor) in enumerate(offers)
+        ]
+        group.barrier()  # until here every rank must live, so that its descriptor can be opened
+    except BaseException:  # a peer died meanwhile
+        os.close(own.descriptor)
+        raise
     return memories
 
 
@@ -140,13 +145,18 @@ class HostStream:
     """Worker threads that run launches one after the other."""
 
     def __init__(self, num_workers: int = 1) -> None:
+        if num_workers < 1:
+            raise ValueError(f"num_workers must be at least 1, got {num_workers}")
         self._library = library()
-        self._handle = self._library.megamoe_stream_create(num_workers)
+        self._handle: int | None = self._library.megamoe_stream_create(num_workers)
+        self._pid = os.getpid()
         self._kept: deque[tuple[int, object]] = deque()
         self.last_ticket = 0
 
     def launch(self, rank: HostRank, arguments: ctypes.Structure, keep_alive: object) -> int:
         """Queue a launch and return its ticket; ``keep_alive`` is held until it has ended."""
+        if self._handle is None:
+            raise ValueError("stream: got a closed HostStream, expected an open one")
         ticket = int(self._library.megamoe_launch(self._handle, rank.handle, ctypes.byref(arguments)))
         self._kept.append((ticket, keep_alive))
         self.last_ticket = ticket
@@ -155,6 +165,8 @@ class HostStream:
         return ticket
 
     def _ended(self, ticket: int, timeout_ns: int) -> bool:
+        if self._handle is None or self._pid != os.getpid():  # closed, after every launch; or the parent's
+            return True
         return bool(self._library.megamoe_wait(self._handle, ticket, timeout_ns))
 
     def synchronize(self, timeout_s: float | None = None) -> bool:
@@ -168,7 +180,8 @@ class HostStream:
     def close(self) -> None:
         """End the workers, after the launches that were queued."""
         if self._handle is not None:
-            self._library.megamoe_stream_destroy(self._handle)
+            if self._pid == os.getpid():  # a forked child has the object, but not its threads
+                self._library.megamoe_stream_destroy(self._handle)
             self._handle = None
             self._kept.clear()
 
@@ -188,6 +201,7 @@ class HostRank:
         self.memories = list(memories)
         self.status: Any = HOST_STATUS_STRUCT.ctype()
         self.stream = HostStream(num_workers)
+        self._guest_streams: list[HostStream] = []
         self._library = library()
         bases = (ctypes.c_void_p * len(memories))(*[memory.address for memory in memories])
         problem, values = problem_struct(layout.config), layout.as_struct()
@@ -205,14 +219,23 @@ class HostRank:
         return self.memories[rank].memory
 
     def launch(self, arguments: ctypes.Structure, keep_alive: object, stream: HostStream | None = None) -> None:
+        """Queue a launch on this rank's stream or another one."""
+        if stream is not None and stream is not self.stream and stream not in self._guest_streams:
+            self._guest_streams.append(stream)
         (stream or self.stream).launch(self, arguments, keep_alive)
 
     def synchronize(self, timeout_s: float | None = None) -> bool:
-        return self.stream.synchronize(timeout_s)
+        """Wait for every launch so far, on whatever stream. False when one took longer than ``timeout_s``."""
+        if not all(stream.synchronize(timeout_s) for stream in (self.stream, *self._guest_streams)):
+            return False
+        self._guest_streams.clear()
+        return True
 
     def close(self) -> None:
+        """Wait for the launches, then let go of the memory."""
         if self.handle is None:
             return
+        self.synchronize()
         self.stream.close()
         self._library.megamoe_rank_destroy(self.handle)
         self.handle = None
@@ -220,6 +243,11 @@ class HostRank:
         self.memories = []
         if own >= 0:
             os.close(own)
+
+    def __del__(self) -> None:
+        # A buffer that is dropped with a launch under way must not lose its memory to it.
+        with suppress(AttributeError):  # not fully constructed
+            self.close()
 
 
 def open_ranks(group: Group, layout: BufferLayout, max_workers: int | None = None) -> list[HostRank]:
