@@ -22,7 +22,8 @@ inline uint64_t mix(uint64_t value) {
 }
 
 inline void at(uint32_t point) {
-  thread_local uint64_t state = mix(seed.load(std::memory_order_relaxed) + 0x9e3779b97f4a7c15ull * ++threads);
+  thread_local uint64_t state =
+      mix(seed.load(std::memory_order_relaxed) + 0x9e3779b97f4a7c15ull * threads.fetch_add(1, std::memory_order_relaxed));
   hits[point].fetch_add(1, std::memory_order_relaxed);
   state = mix(state + point + 1);
   const uint32_t dice = state % 128;

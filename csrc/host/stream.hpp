@@ -38,7 +38,7 @@ inline void run_worker(const Rank& rank, const LaunchArguments& launch, uint32_t
     record_fault(context, {FaultKind::token_count, WaitFor::nothing, rank.rank, 0, launch.num_tokens, uint64_t(tokens), 0});
   if (!aborted(context)) run_roles(context, launch, scratch);
   clear_other_bank(context, team);
-  leave_launch(context, num_workers, [&](const Context&) {
+  leave_launch(context, team, num_workers, [&](const Context&) {
     if (y != nullptr) fill_nan(y, y_elements);
   });
 }
@@ -85,8 +85,9 @@ class Stream {
       Item item;
       {
         std::unique_lock lock(mutex_);
-        changed_.wait(lock, [&] { return closing_ || (completed_ == next && !queue_.empty()); });
-        if (completed_ != next || queue_.empty()) return;
+        // Closing waits for the queue too: a launch that lacks a worker would never end.
+        changed_.wait(lock, [&] { return queue_.empty() ? closing_ : completed_ == next; });
+        if (queue_.empty()) return;
         item = queue_.front();
       }
       run_worker(*item.rank, item.arguments, worker, num_workers, scratch);

@@ -8,11 +8,12 @@ namespace megamoe {
 MEGAMOE_FN bool wait_for_token(const Context& context, uint32_t token) {
   const uint32_t topk = context.problem->num_topk;
   const uint32_t waited = topk - (mutated(Mutation::combine_before_done) ? 1 : 0);
+  const uint64_t wanted = context.epoch - (mutated(Mutation::done_of_last_epoch) ? 1 : 0);
   for (uint32_t slot = 0; slot < waited; ++slot) {
     const uint32_t expert = expert_of_route(context, token * topk + slot);
     if (expert == kNoExpert) continue;
     uint64_t* word = context.own<uint64_t>(context.layout->expert_done) + expert;
-    if (!wait_until(context, SystemRef<uint64_t>(*word), [&](uint64_t seen) { return stamp_of(seen) >= context.epoch; },
+    if (!wait_until(context, SystemRef<uint64_t>(*word), [&](uint64_t seen) { return stamp_of(seen) >= wanted; },
                     {FaultKind::timeout, WaitFor::expert_done, expert / context.problem->experts_per_rank, expert,
                      context.epoch, 0, 0}))
       return false;
@@ -24,10 +25,10 @@ MEGAMOE_FN bool wait_for_token(const Context& context, uint32_t token) {
 // so that afterwards the host may refill what other ranks have read. False when the launch drains.
 template <class Team, class Reduce>
 MEGAMOE_FN bool combine_tokens(const Context& context, Team& team, Reduce reduce) {
+  if (mutated(Mutation::launch_ends_early) && context.stage < Stage::combine) return true;
   for (;;) {
     const uint32_t token = team.once([&] { return take(context, Claim::combine); });
     if (token >= context.num_tokens) return true;
-    if (mutated(Mutation::launch_ends_early) && token + 1 == context.num_tokens) return true;
     if (!team.once([&] { return wait_for_token(context, token); })) return false;
     reduce(token);
   }

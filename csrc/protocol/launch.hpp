@@ -53,21 +53,26 @@ MEGAMOE_FN Entry enter_launch(Context& context, uint64_t launch, uint32_t num_wo
   return Entry(seen & ((1u << kEntryBits) - 1));
 }
 
-// The last worker to leave ends the launch; `drained(context)` is called for it if the group was aborted.
-template <class Drained>
-MEGAMOE_FN void leave_launch(const Context& context, uint32_t num_workers, Drained drained) {
+// The last worker to leave ends the launch; `drained(context)` is called by its whole team if the group was aborted.
+template <class Team, class Drained>
+MEGAMOE_FN void leave_launch(const Context& context, Team& team, uint32_t num_workers, Drained drained) {
   perturb(Point::leave);
   const auto& layout = *context.layout;
-  if (!finish(context, Claim::exited_workers, num_workers)) return;
-  SystemRef<uint64_t> abort(*context.own<uint64_t>(layout.abort));
-  const uint64_t abort_epoch = abort.load(acquire);
-  if (abort_epoch != 0) {
-    drained(context);
-    SystemRef<uint64_t>(context.host_status->aborted_epoch).store(abort_epoch, relaxed);
-  }
-  DeviceRef<uint64_t>(*context.own<uint64_t>(layout.epoch)).store(context.epoch, relaxed);
-  SystemRef<uint64_t>(context.host_status->completed_epoch).store(context.epoch, release);
-  SystemRef<uint64_t>(*context.own<uint64_t>(layout.in_use)).store(0, release);
+  team.sync();
+  const bool one_early = mutated(Mutation::exit_before_last_worker) && num_workers > 1;
+  const uint32_t awaited = num_workers - (one_early ? 1 : 0);
+  if (!team.once([&] { return finish(context, Claim::exited_workers, awaited); })) return;
+  const uint64_t abort_epoch =
+      team.once([&] { return SystemRef<uint64_t>(*context.own<uint64_t>(layout.abort)).load(acquire); });
+  if (abort_epoch != 0) drained(context);
+  team.sync();
+  team.once([&] {
+    if (abort_epoch != 0) SystemRef<uint64_t>(context.host_status->aborted_epoch).store(abort_epoch, relaxed);
+    DeviceRef<uint64_t>(*context.own<uint64_t>(layout.epoch)).store(context.epoch, relaxed);
+    SystemRef<uint64_t>(context.host_status->completed_epoch).store(context.epoch, release);
+    SystemRef<uint64_t>(*context.own<uint64_t>(layout.in_use)).store(0, release);
+    return true;
+  });
 }
 
 constexpr uint32_t kWordsPerClear = 4096;
@@ -77,17 +82,18 @@ template <class Team>
 MEGAMOE_FN void clear_other_bank(const Context& context, Team& team) {
   if constexpr (mutated(Mutation::bank_not_cleared)) return;
   const auto& layout = *context.layout;
-  const uint32_t bank = mutated(Mutation::wrong_bank_cleared) ? context.bank() : context.other_bank();
+  const uint32_t bank = context.other_bank();
+  const uint32_t counter_bank = mutated(Mutation::wrong_bank_cleared) ? context.bank() : bank;
   struct Part {
     uint32_t* words;
     uint64_t count;
   };
-  const auto part = [&](const Region& region, uint32_t words_per_item) {
-    return Part{context.own<uint32_t>(region) + bank * region.stride[0] * words_per_item,
+  const auto part = [&](const Region& region, uint32_t of_bank, uint32_t words_per_item) {
+    return Part{context.own<uint32_t>(region) + of_bank * region.stride[0] * words_per_item,
                 region.stride[0] * words_per_item};
   };
-  const Part parts[4] = {part(layout.l1_arrival_count, 1), part(layout.l2_arrival_mask, 2),
-                         part(layout.expert_progress, 1), part(layout.claims, 1)};
+  const Part parts[4] = {part(layout.l1_arrival_count, counter_bank, 1), part(layout.l2_arrival_mask, counter_bank, 2),
+                         part(layout.expert_progress, counter_bank, 1), part(layout.claims, bank, 1)};
   uint64_t total = 0;
   for (const Part& piece : parts) total += piece.count;
   const uint32_t chunks = uint32_t((total + kWordsPerClear - 1) / kWordsPerClear);
@@ -97,9 +103,13 @@ MEGAMOE_FN void clear_other_bank(const Context& context, Team& team) {
     const uint64_t first = uint64_t(chunk) * kWordsPerClear;
     for (uint64_t i = first + team.rank(); i < first + kWordsPerClear && i < total; i += team.size()) {
       uint64_t word = i;
-      uint32_t index = 0;
-      while (word >= parts[index].count) word -= parts[index++].count;
-      DeviceRef<uint32_t>(parts[index].words[word]).store(0, relaxed);
+      for (const Part& piece : parts) {  // unrolled: an index that varies would put the parts into local memory
+        if (word < piece.count) {
+          DeviceRef<uint32_t>(piece.words[word]).store(0, relaxed);
+          break;
+        }
+        word -= piece.count;
+      }
     }
     team.sync();
   }

@@ -83,6 +83,12 @@ MEGAMOE_FN bool build_table(const Context& context, Team& team, int32_t* recv_st
   }
   team.sync();
   const uint32_t num_blocks = team.exclusive_sum(first_block, problem.experts_per_rank);
+  const auto announce = [&] {
+    perturb(Point::publish);
+    DeviceRef<uint64_t>(*context.own<uint64_t>(context.layout->table_ready))
+        .store(stamped(context.epoch, num_blocks), release);
+    return true;
+  };
   team.once([&] { return first_block[problem.experts_per_rank] = num_blocks; });
   team.sync();
   if (num_blocks > problem.num_pool_blocks) {
@@ -94,8 +100,10 @@ MEGAMOE_FN bool build_table(const Context& context, Team& team, int32_t* recv_st
     });
     return false;
   }
+  if constexpr (mutated(Mutation::table_before_blocks)) team.once(announce);
   for (uint32_t expert = team.rank(); expert < problem.experts_per_rank; expert += team.size()) {
     uint32_t rows = expert_rows(context, expert);
+    perturb(Point::store);
     for (uint32_t block = first_block[expert]; rows > 0; ++block) {
       const uint32_t here = smaller(rows, problem.block_m);
       pool_blocks(context)[block] = {expert, here};
@@ -103,11 +111,7 @@ MEGAMOE_FN bool build_table(const Context& context, Team& team, int32_t* recv_st
     }
   }
   team.sync();
-  team.once([&] {
-    DeviceRef<uint64_t>(*context.own<uint64_t>(context.layout->table_ready))
-        .store(stamped(context.epoch, num_blocks), release);
-    return true;
-  });
+  if constexpr (!mutated(Mutation::table_before_blocks)) team.once(announce);
   return true;
 }
 

@@ -26,26 +26,31 @@ namespace megamoe {
 // Deliberate faults, one at most in a build, to show that the tests see them. DESIGN.md lists what catches each.
 enum class Mutation : uint32_t {
   none,
-  publish_before_list,
-  wait_for_stale_epoch,
-  later_epoch_read_as_this,
-  done_before_last_store,
-  relaxed_publish,
-  relaxed_wait,
-  relaxed_tile_counter,
+  publish_before_list,       // the counts are told before the list behind them is written
+  wait_for_stale_epoch,      // the owner takes counts of the epoch before
+  later_epoch_read_as_this,  // counts of a source that has gone on are taken for this epoch's
+  table_before_blocks,       // the table is announced before its blocks are written
+  done_before_last_store,    // a tile is counted before its results are stored
+  done_of_last_epoch,        // combine takes the expert's last "done" for this one
+  relaxed_publish,           // release left out: counts
+  relaxed_arrival,           // release left out: pulled rows
+  relaxed_mask,              // release left out: L1 tiles
+  relaxed_tile_counter,      // acquire and release left out: L2 tiles
+  relaxed_wait,              // acquire left out: every wait
   arrival_one_too_few,
   arrival_one_too_many,
   mask_bit_missing,
   mask_before_store,
-  claim_taken_twice,
-  wrong_bank_cleared,
+  claim_taken_twice,    // read and write instead of one addition
+  wrong_bank_cleared,   // the counters in use
   bank_not_cleared,
   pool_order_by_arrival,
-  combine_before_done,
-  launch_ends_early,
+  combine_before_done,   // the last slot of a token is not waited for
+  launch_ends_early,     // a launch with nothing to reduce does not wait until its inputs have been read
+  exit_before_last_worker,
 };
 constexpr Mutation kMutation = Mutation::MEGAMOE_MUTATION;
-constexpr bool mutated(Mutation fault) { return kMutation == fault; }
+MEGAMOE_FN constexpr bool mutated(Mutation fault) { return kMutation == fault; }
 
 // Places at which the perturbation build of the host target may yield or sleep.
 enum class Point : uint32_t { claim, publish, wait, arrive, mark_tile, tile_done, store, enter, leave, number_of_points };

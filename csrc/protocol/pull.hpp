@@ -59,7 +59,7 @@ MEGAMOE_FN bool pull_rows(const Context& context, Team& team, CopyRows copy_rows
   for (;;) {
     const uint32_t run = team.once([&] { return take(context, Claim::pull); });
     if (run >= runs) return true;
-    if (aborted(context)) return false;
+    if (team.once([&] { return aborted(context); })) return false;  // one answer for the whole team
     const uint32_t block = run / runs_per_block;
     const uint32_t first_row = run % runs_per_block * kRowsPerPull;
     const PoolBlock pool_block = pool_blocks(context)[block];
@@ -69,11 +69,12 @@ MEGAMOE_FN bool pull_rows(const Context& context, Team& team, CopyRows copy_rows
     team.sync();
     team.once([&] {
       perturb(Point::arrive);
+      constexpr auto order = mutated(Mutation::relaxed_arrival) ? relaxed : acquire_release;
       uint32_t arrived = rows;
       if constexpr (mutated(Mutation::arrival_one_too_few)) arrived -= first_row == 0 ? 1 : 0;
       if constexpr (mutated(Mutation::arrival_one_too_many)) arrived += first_row == 0 ? 1 : 0;
       DeviceRef<uint32_t>(context.banked<uint32_t>(context.layout->l1_arrival_count)[block])
-          .fetch_add(arrived, acquire_release);
+          .fetch_add(arrived, order);
       if (!context.has_l2()) advance_expert(context, pool_block.expert, rows);
       return true;
     });

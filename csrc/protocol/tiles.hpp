@@ -92,10 +92,11 @@ MEGAMOE_FN bool wait_for_l1_tiles(const Context& context, uint32_t block) {
 // An L1 tile is quantised and stored. Called by one thread, after a barrier over the threads that stored.
 MEGAMOE_FN void mark_l1_tile(const Context& context, uint32_t block, uint32_t column) {
   perturb(Point::mark_tile);
+  constexpr auto order = mutated(Mutation::relaxed_mask) ? relaxed : acquire_release;
   if constexpr (mutated(Mutation::mask_bit_missing)) {
     if (column == 0) return;
   }
-  DeviceRef<uint64_t>(mask_words(context, block)[column / 64]).fetch_or(1ull << column % 64, acquire_release);
+  DeviceRef<uint64_t>(mask_words(context, block)[column / 64]).fetch_or(1ull << column % 64, order);
 }
 
 }  // namespace megamoe
