@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -246,6 +247,7 @@ def no_change(folder: Path) -> None:
         (no_change, ("--tokens", -1), LAYER, "--tokens is -1"),
         (no_change, ("--seed", -1), LAYER, "--seed is -1"),
         (no_change, ("--hidden", "nowhere"), LAYER, "--hidden nowhere: no such file"),
+        (no_change, ("--output", "/"), LAYER, "--output /: is a folder"),
         (no_change, ("--output", "nowhere/y"), LAYER, "--output nowhere/y: no folder nowhere"),
         (lambda folder: (folder / "config.json").unlink(), (), LAYER, "config.json is missing"),
     ],
@@ -304,6 +306,19 @@ def test_ranks_must_be_what_torchrun_started(tmp_path: Path) -> None:
     assert processes.stderr.count("megamoe run: error") == 1
 
 
+def test_without_a_compiler_the_run_says_so(tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path / "model", random_layer("qwen3_moe"))
+    environment = {**os.environ, "CXX": "/nowhere/g++", "MEGAMOE_CACHE_DIR": str(tmp_path / "cache")}
+    command = [sys.executable, "-m", "megamoe.cli", "run", "--checkpoint", str(folder), "--layer", str(LAYER)]
+    result = subprocess.run(
+        [*command, "--target", "host"], capture_output=True, text=True, timeout=60, cwd=ROOT, env=environment
+    )
+    assert result.returncode == 2
+    assert result.stderr.startswith("megamoe run: error: ")
+    assert "/nowhere/g++" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
 def test_generated_rows_depend_on_their_number_only() -> None:
     whole = generate_hidden("heavy-tailed", 3, 256, 200).read(0, 200)
     assert whole.dtype == torch.bfloat16
@@ -340,6 +355,7 @@ def test_a_real_size_layer_runs_in_bounded_memory(tmp_path: Path) -> None:
         [sys.executable, "-c", _RUN_REAL_SIZE, *arguments], capture_output=True, text=True, timeout=120, cwd=ROOT
     )
     assert result.returncode == 0, result.stderr
+    assert re.search(r"y against the oracle, .*: ok\n", result.stdout)
     assert "1 of 4 opened" in result.stdout
     assert "256, top-8, 8 of them routed" in result.stdout
     peak = int(result.stdout.split("peak ")[1])

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -99,23 +100,25 @@ def run_layer(ranks: Ranks, settings: LayerRun) -> tuple[list[str], bool]:
         for buffer in buffers.values():
             buffer.close()
 
+    everyone = _gather_inputs(ranks, inputs, loaded.shares)
     with ranks.together(), clock("oracle"):
-        expected = _oracle(ranks, config, inputs, weights, loaded.shares)
-        all_y = torch.cat(ranks.gather_rows({rank: rows.cpu() for rank, rows in y.items()}, loaded.shares))
-        comparison = compare("y", all_y, expected)
-    with ranks.together():
-        if settings.output is not None:
-            _save(ranks, settings.output, loaded.shares, all_y, routings)
-    times = slowest(ranks.gather_objects(clock.seconds))
-    role_times = slowest(ranks.gather_objects(role_seconds))
-    shards = ranks.gather_objects(sorted(loaded.checkpoint.opened_shards))
+        partial = _oracle(config, everyone, weights)
+    expected = ranks.sum(partial)
+    all_y = torch.cat(ranks.gather_rows({rank: rows.cpu() for rank, rows in y.items()}, loaded.shares))
+    comparison = compare("y", all_y, expected)
+    if settings.output is not None:
+        topk_idx = ranks.gather_rows({rank: r.topk_idx for rank, r in routings.items()}, loaded.shares)
+        topk_weights = ranks.gather_rows({rank: r.topk_weights for rank, r in routings.items()}, loaded.shares)
+        with ranks.together():
+            if ranks.speaks:
+                _save(settings.output, all_y, Routing(torch.cat(topk_idx), torch.cat(topk_weights)))
     lines = [
         *format_facts(_facts(ranks, settings, loaded, len(routed), target)),
-        *format_shards(shards, loaded.checkpoint.num_shards),
+        *format_shards(ranks.gather_objects(sorted(loaded.checkpoint.opened_shards)), loaded.checkpoint.num_shards),
         *format_facts([("error", format_error(comparison))]),
         *format_routes(histogram),
-        *format_times("time", times),
-        *(format_times("roles", role_times) if role_times else []),
+        *format_times("time", slowest(ranks.gather_objects(clock.seconds))),
+        *format_times("roles", slowest(ranks.gather_objects(role_seconds))),
     ]
     return lines, comparison.ok
 
@@ -137,6 +140,8 @@ def resolve_target(name: str) -> str:
 def _load(ranks: Ranks, settings: LayerRun) -> _Loaded:
     if settings.output is not None and not settings.output.parent.is_dir():
         raise ValueError(f"--output {settings.output}: no folder {settings.output.parent}")
+    if settings.output is not None and settings.output.is_dir():
+        raise ValueError(f"--output {settings.output}: is a folder, expected a file to write")
     if settings.tokens is not None and settings.tokens < 0:
         raise ValueError(f"--tokens is {settings.tokens}, expected 0 or more")
     checkpoint = Checkpoint(settings.checkpoint)
@@ -219,37 +224,41 @@ def _launch(
     return y, inputs, role_seconds
 
 
-def _oracle(
-    ranks: Ranks,
-    config: MegaMoEConfig,
-    inputs: Mapping[int, RankInputs],
-    weights: Mapping[int, Weights],
-    shares: list[int],
-) -> Tensor:
-    """float64 [tokens, hidden]: every process computes what its own experts add to all tokens, then all are summed."""
+def _gather_inputs(ranks: Ranks, inputs: Mapping[int, RankInputs], shares: list[int]) -> list[RankInputs]:
+    """The inputs of every rank, on the CPU."""
     columns = [
         ranks.gather_rows({rank: getattr(given, name).cpu() for rank, given in inputs.items()}, shares)
         for name in ("x", "x_sf", "topk_idx", "topk_weights")
     ]
+    return [RankInputs(*tensors) for tensors in zip(*columns, strict=True)]
+
+
+def _oracle(config: MegaMoEConfig, everyone: Sequence[RankInputs], weights: Mapping[int, Weights]) -> Tensor:
+    """What the experts of ``weights`` (by owner rank) add to the tokens of all ranks: float64 [tokens, hidden]."""
     owned = torch.zeros(config.num_experts, dtype=torch.bool)
-    for rank in ranks.here:
+    for rank in weights:
         owned[rank * config.experts_per_rank : (rank + 1) * config.experts_per_rank] = True
-    # Routes to ranks elsewhere are masked, so the weights that stand for theirs are never read.
-    stand_in = weights[ranks.here[0]]
+    # Routes to other owners are masked, so the weights that stand for theirs are never read.
+    stand_in = next(iter(weights.values()))
     device = stand_in[0].weight.device
-    everyone = [
-        RankInputs(x.to(device), x_sf.to(device), torch.where(owned[idx], idx, -1).to(device), topk_weights.to(device))
-        for x, x_sf, idx, topk_weights in zip(*columns, strict=True)
+    masked = [
+        RankInputs(
+            given.x.to(device),
+            given.x_sf.to(device),
+            torch.where(owned[given.topk_idx], given.topk_idx, -1).to(device),
+            given.topk_weights.to(device),
+        )
+        for given in everyone
     ]
-    y = moe_layer(config, everyone, [weights.get(rank, stand_in) for rank in range(ranks.num_ranks)])
-    return ranks.sum(torch.cat(y).cpu())
+    y = moe_layer(config, masked, [weights.get(rank, stand_in) for rank in range(config.num_ranks)])
+    return torch.cat(y).cpu()
 
 
-def _save(ranks: Ranks, path: Path, shares: list[int], y: Tensor, routings: Mapping[int, Routing]) -> None:
-    topk_idx = ranks.gather_rows({rank: r.topk_idx for rank, r in routings.items()}, shares)
-    topk_weights = ranks.gather_rows({rank: r.topk_weights for rank, r in routings.items()}, shares)
-    if 0 in ranks.here:
-        save_file({"y": y, "topk_idx": torch.cat(topk_idx), "topk_weights": torch.cat(topk_weights)}, path)
+def _save(path: Path, y: Tensor, routing: Routing) -> None:
+    try:
+        save_file({"y": y, "topk_idx": routing.topk_idx, "topk_weights": routing.topk_weights}, path)
+    except SafetensorError as error:
+        raise ValueError(f"--output {path}: {error}") from error
 
 
 def _facts(ranks: Ranks, settings: LayerRun, loaded: _Loaded, num_routed: int, target: str) -> list[tuple[str, str]]:

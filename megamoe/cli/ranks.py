@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megamoe.faults import MegaMoEFault
+from megamoe.jit import CompileError
 
 WRONG_CALL, FAULT = 2, 1
 
@@ -45,7 +46,7 @@ class Ranks:
             yield
         except MegaMoEFault as error:
             failure = FAULT, str(error)
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, CompileError) as error:
             failure = WRONG_CALL, str(error)
         try:
             failures = self.gather_objects(failure)
