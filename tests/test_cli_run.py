@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -329,6 +330,24 @@ def test_generated_rows_depend_on_their_number_only() -> None:
     by_channel = whole.float().std(0)
     assert (by_channel > 40).sum() == 4
     assert ((by_channel > 0.7) & (by_channel < 1.3)).sum() == 252
+
+
+def test_the_best_target_is_one_that_runs_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def sm90(*, runs_layers: bool) -> None:
+        module = SimpleNamespace(open_ranks=None) if runs_layers else SimpleNamespace()
+        monkeypatch.setattr(layer_run, "get_target", lambda name: module)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    sm90(runs_layers=True)
+    assert [layer_run.resolve_target(name) for name in ("best", "sm90", "host")] == ["sm90", "sm90", "host"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert layer_run.resolve_target("best") == "host"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    sm90(runs_layers=False)
+    assert layer_run.resolve_target("best") == "host"
+    with pytest.raises(ValueError, match="--target sm90 cannot run a layer"):
+        layer_run.resolve_target("sm90")
 
 
 def test_shares_differ_by_one_at_most() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -124,16 +123,16 @@ def run_layer(ranks: Ranks, settings: LayerRun) -> tuple[list[str], bool]:
 
 
 def resolve_target(name: str) -> str:
-    """``host`` or ``sm90``; ``best`` is sm90 where it is installed and a Hopper GPU is there.
+    """``host`` or ``sm90``; ``best`` is sm90 where it can run a layer and a Hopper GPU is there.
 
-    Raises ValueError for a target that this installation does not have.
+    Raises ValueError for sm90 where this version has kernels for it but no layer yet.
     """
-    has_sm90 = importlib.util.find_spec("megamoe.targets.sm90") is not None
+    sm90_runs_layers = hasattr(get_target("sm90"), "open_ranks")
     if name == "best":
         has_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-        return "sm90" if has_sm90 and has_hopper else "host"
-    if name == "sm90" and not has_sm90:
-        raise ValueError("--target sm90 is not part of this installation, expected host or best")
+        return "sm90" if sm90_runs_layers and has_hopper else "host"
+    if name == "sm90" and not sm90_runs_layers:
+        raise ValueError("--target sm90 cannot run a layer in this version, expected host or best")
     return name
 
 
