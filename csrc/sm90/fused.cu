@@ -1,0 +1,153 @@
+// The fused kernel: one persistent launch of the whole layer. A CTA has one dispatch-and-load warpgroup and two math
+// warpgroups; every role takes its work from the counters of the rank that the CTA works for.
+//
+// MEGAMOE_RANKS_HERE: ranks that this grid runs (1 on a real rank). MEGAMOE_SCALE_GROUPS: scale groups of l2_acts in
+// 128 columns, 1 or 2. MEGAMOE_BRING_UP: stages and debug views; without it nothing of them is in the binary.
+#include "roles/reduce.hpp"
+#include "roles/load.hpp"
+#include "roles/math.hpp"
+#include "worker.hpp"
+
+namespace megamoe::sm90 {
+namespace {
+
+constexpr uint32_t kScaleGroups = MEGAMOE_SCALE_GROUPS;
+constexpr bool kBringUp = MEGAMOE_BRING_UP;
+constexpr uint32_t kGroupBlocks = 16;  // pool blocks whose tiles are claimed together
+constexpr uint32_t kGroupLag = 1;
+
+// setmaxnreg: 128 * 56 + 256 * 224 = 64,512, what 384 threads of 168 start with.
+constexpr uint32_t kDispatchRegisters = 56;
+constexpr uint32_t kMathRegisters = 224;
+
+using Shared = SharedStorage<kScaleGroups>;
+using DispatchTeam = WarpTeam<kDispatchWarps>;
+using OneWarp = WarpTeam<1>;
+using LeaveTeam = WarpTeam<4>;
+constexpr uint32_t kLeaveThreads = LeaveTeam::kThreads;
+
+static_assert(sizeof(Shared) <= kFusedSharedBytes);
+
+MEGAMOE_FN TileOrder tile_order(const Context& context, uint32_t num_blocks) {
+  const uint32_t l1_tiles = context.stage >= Stage::l1_gemm ? context.problem->num_l1_tiles : 0;
+  const uint32_t l2_tiles = context.has_l2() ? context.problem->num_l2_tiles : 0;
+  return {num_blocks, l1_tiles, l2_tiles, kGroupBlocks, kGroupLag};
+}
+
+MEGAMOE_FN void set_up(const GroupArguments& group, const RankArguments& mine, Shared& shared) {
+  const auto copy = [](auto& to, const auto& from) {
+    auto* words = reinterpret_cast<uint64_t*>(&to);
+    const auto* source = reinterpret_cast<const uint64_t*>(&from);
+    for (uint32_t i = threadIdx.x; i < sizeof(to) / 8; i += kThreads) words[i] = source[i];
+  };
+  copy(shared.problem, group.problem);
+  copy(shared.layout, group.layout);
+  copy(shared.launch, mine.launch);
+  if (threadIdx.x == 0) {
+    for (uint32_t stage = 0; stage < kStages; ++stage) {
+      init_barrier(&shared.full[stage], 2);  // the columns' bytes and the rows'
+      init_barrier(&shared.empty[stage], kMathWarps);
+    }
+    for (uint32_t slot = 0; slot < kTileSlots; ++slot) {
+      init_barrier(&shared.tile_full[slot], 1);
+      init_barrier(&shared.tile_empty[slot], kMathWarps);
+    }
+    publish_barrier_init();
+    shared.stored_halves[0] = shared.stored_halves[1] = 0;
+    Context context = make_context(group, mine);
+    context.problem = &shared.problem;
+    context.layout = &shared.layout;
+    if constexpr (!kBringUp) context.stage = Stage::combine;
+    shared.context = context;
+  }
+  __syncthreads();
+}
+
+// By the first thread of a CTA.
+MEGAMOE_FN Entered enter(const Context& context, const LaunchArguments& launch, const Worker& worker) {
+  Context mine = context;
+  const Entry entry = enter_launch(mine, launch_identity(launch), worker.count);
+  const int64_t tokens = given_tokens(launch);
+  if (entry == Entry::run && worker.index == 0 && tokens != int64_t(context.num_tokens))
+    record_fault(mine, {FaultKind::token_count, WaitFor::nothing, context.rank, 0, context.problem->max_tokens,
+                        uint64_t(tokens), 0});
+  return {mine.epoch, entry, aborted(mine)};
+}
+
+// Warp 0: the load role, one thread of it.
+MEGAMOE_FN void run_load(const Context& context, const RankArguments& mine, Shared& shared) {
+  if (threadIdx.x != 0) return;
+  SoloTeam team;
+  const auto& maps = *reinterpret_cast<const TensorMaps*>(mine.maps);
+  const Table table = wait_for_table(context, team);
+  Loader<kScaleGroups>(shared, maps).run(context, tile_order(context, table.ready ? table.num_blocks : 0));
+}
+
+// Warps 1 to 3: routes, table, pull, combine, and the other bank.
+MEGAMOE_FN void run_dispatch(const Context& context, Shared& shared) {
+  const uint32_t warp = threadIdx.x / kWarpThreads;
+  DispatchTeam team(1, kDispatchBarrier, &shared.dispatch_team);
+  OneWarp alone(warp, 0, nullptr);
+  if (publish_routes(context, team) &&
+      build_table(context, team, reinterpret_cast<int32_t*>(shared.launch.recv_stats))) {
+    Puller puller(shared.pull[warp - 1]);
+    const bool pulled = pull_rows(context, alone, [&](uint32_t block, uint32_t first_row, uint32_t rows) {
+      puller.copy_rows(context, block, first_row, rows);
+    });
+    if (pulled)
+      combine_tokens(context, alone, [&](uint32_t token) {
+        if (context.stage == Stage::combine) reduce_token(context, shared.launch, token);
+      });
+  }
+  clear_other_bank(context, alone);
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    megamoe_fused(const __grid_constant__ GroupArguments group, const __grid_constant__ RankTable table) {
+  extern __shared__ __align__(1024) uint8_t shared_bytes[];
+  Shared& shared = *reinterpret_cast<Shared*>(shared_bytes);
+  const RankArguments& mine = table.ranks[blockIdx.x % MEGAMOE_RANKS_HERE];
+  const Worker worker = this_worker(MEGAMOE_RANKS_HERE);
+  set_up(group, mine, shared);
+  const Context& context = shared.context;
+  if (threadIdx.x == 0) shared.entered = enter(context, shared.launch, worker);
+  __syncthreads();
+  const Entered entered = shared.entered;
+  const auto fill = [&](const Context&) {
+    if (context.stage == Stage::combine && threadIdx.x < kLeaveThreads)
+      fill_nan(reinterpret_cast<uint16_t*>(shared.launch.y), uint64_t(context.num_tokens) * context.problem->hidden,
+               threadIdx.x, kLeaveThreads);
+  };
+  if (entered.entry == Entry::refused) {
+    if (worker.index == 0) fill(context);
+    return;
+  }
+  if (threadIdx.x == 0) shared.context.epoch = entered.epoch;
+  __syncthreads();
+  const bool runs = !entered.drains && (!kBringUp || context.stage > Stage::interface);
+  // Each warpgroup's way from here to its end is one branch, so that setmaxnreg holds for all of it.
+  if (threadIdx.x >= 128) {
+    take_registers<kMathRegisters>();
+    if (runs) MathRole<kScaleGroups, kBringUp>(context, shared).run();
+    barrier_sync(kCtaBarrier, kThreads);
+  } else {
+    give_registers<kDispatchRegisters>();
+    if (runs) {
+      if (threadIdx.x < kWarpThreads) {
+        run_load(context, mine, shared);
+      } else {
+        run_dispatch(context, shared);
+      }
+    } else if (threadIdx.x < kWarpThreads) {
+      OneWarp alone(0, 0, nullptr);
+      clear_other_bank(context, alone);
+    }
+    barrier_sync(kCtaBarrier, kThreads);
+    LeaveTeam leave(0, kLeaveBarrier, &shared.leave_team);
+    leave_launch(context, leave, this_worker(MEGAMOE_RANKS_HERE).count, fill);
+  }
+}
+
+}  // namespace megamoe::sm90

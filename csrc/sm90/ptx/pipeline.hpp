@@ -1,0 +1,68 @@
+// mbarriers and tensor copies of the load and math roles.
+#pragma once
+#include <cuda/ptx>
+
+#include "ptx/wgmma.hpp"
+
+namespace megamoe::sm90 {
+
+MEGAMOE_FN void init_barrier(uint64_t* barrier, uint32_t arrivals) { cuda::ptx::mbarrier_init(barrier, arrivals); }
+MEGAMOE_FN void publish_barrier_init() {
+  cuda::ptx::fence_mbarrier_init(cuda::ptx::sem_release, cuda::ptx::scope_cluster);
+}
+MEGAMOE_FN void arrive(uint64_t* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+MEGAMOE_FN void arrive_expect(uint64_t* barrier, uint32_t num_bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(num_bytes)
+               : "memory");
+}
+// Between roles of one CTA only: the role on the other side waits for ranks with a deadline and always goes on, so
+// this wait needs none of its own.
+MEGAMOE_FN void wait_barrier(uint64_t* barrier, uint32_t parity) {
+  asm volatile(
+      "{\n\t"
+      ".reg .pred reached;\n\t"
+      "again:\n\t"
+      "mbarrier.try_wait.parity.shared::cta.b64 reached, [%0], %1;\n\t"
+      "@reached bra done;\n\t"
+      "bra again;\n\t"
+      "done:\n\t"
+      "}" ::"r"(shared_address(barrier)),
+      "r"(parity)
+      : "memory");
+}
+
+struct alignas(64) TensorMap {
+  uint64_t opaque[16];
+};
+
+MEGAMOE_FN void load_tensor(void* shared, const TensorMap* map, uint64_t* barrier, uint32_t inner, uint32_t outer) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::
+          "r"(shared_address(shared)),
+      "l"(map), "r"(shared_address(barrier)), "r"(inner), "r"(outer)
+      : "memory");
+}
+MEGAMOE_FN void prefetch_map(const TensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// Four bytes of global memory into shared memory, without waiting.
+MEGAMOE_FN void copy_word_async(void* shared, const void* global) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(shared)), "l"(global) : "memory");
+}
+MEGAMOE_FN void commit_word_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+MEGAMOE_FN void wait_word_copies() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
+
+// Position in a ring of barriers, as one number: which slot comes next, and the parity that its next phase ends.
+template <uint32_t kSlots>
+struct RingPosition {
+  static_assert((kSlots & (kSlots - 1)) == 0);
+  uint32_t turn = 0;
+  MEGAMOE_FN uint32_t slot() const { return turn % kSlots; }
+  MEGAMOE_FN uint32_t parity() const { return turn / kSlots & 1; }
+  MEGAMOE_FN void advance() { ++turn; }
+};
+
+}  // namespace megamoe::sm90

@@ -1,0 +1,140 @@
+// What a math warpgroup does with the tiles that the load role hands on: products, epilogue, and the word that says so.
+#pragma once
+#include "roles/l2_epilogue.hpp"
+#include "tiles.hpp"
+
+namespace megamoe::sm90 {
+
+// Metadata and weights of a tile's rows, fetched beside the products: lanes 0 to 15 of a warp for the warp's rows.
+template <class Shared>
+MEGAMOE_FN void fetch_row_targets(const Context& context, Shared& shared, const TileSlot& tile, bool tall) {
+  const ThreadPlace place = ThreadPlace::here();
+  const auto& layout = *context.layout;
+  RowTargets& targets = shared.targets[place.warpgroup];
+  if (place.lane < 16) {
+    const uint32_t row = place.warp_row(tall) + place.lane;
+    const uint64_t pool_row = uint64_t(tile.block) * kBlockM + row;
+    const uint32_t* metadata =
+        context.own<uint32_t>(layout.token_src_metadata) + pool_row * layout.token_src_metadata.stride[0];
+    for (uint32_t word = 0; word < 3; ++word) copy_word_async(&targets.metadata[row][word], metadata + word);
+    copy_word_async(&targets.weight[row], context.own<float>(layout.l1_topk_weights) + pool_row);
+  }
+  commit_word_copies();
+}
+
+// The 128x128 window of L1 accumulators that the launch asks for, from every tile that has a part in it.
+template <uint32_t kPieces>
+MEGAMOE_FN void store_accum_debug(const Context& context, const LaunchArguments& launch, const TileSlot& tile,
+                                  const float (&sums)[kPieces * kSumsPerPiece]) {
+  constexpr bool tall = kPieces == 2;
+  const ThreadPlace place = ThreadPlace::here();
+  if (tile.block != launch.debug_row_block) return;
+  float* window = context.own<float>(context.layout->l1_accum_debug);
+#pragma unroll
+  for (uint32_t piece = 0; piece < kPieces; ++piece) {
+    const uint32_t column_block = tile.column * (kBlockN / kPieceN) + (tall ? piece : place.warpgroup);
+    if (column_block != launch.debug_column_block) continue;
+#pragma unroll
+    for (uint32_t i = 0; i < kSumsPerPiece; ++i) {
+      const uint32_t row = place.first_row(tall) + 8 * (i / 2 % 2);
+      const uint32_t column = i / 4 * 8 + place.lane % 4 * 2 + i % 2;
+      if (row < tile.rows) window[row * kAccumDebugEdge + column] = sums[piece * kSumsPerPiece + i];
+    }
+  }
+}
+
+template <uint32_t kScaleGroups, bool kBringUp>
+class MathRole {
+ public:
+  using Shared = SharedStorage<kScaleGroups>;
+
+  MEGAMOE_FN MathRole(const Context& context, Shared& shared)
+      : context_(context), shared_(shared) {}
+
+  MEGAMOE_FN void run() {
+    for (;; tile_.advance()) {
+      wait_barrier(&shared_.tile_full[tile_.slot()], tile_.parity());
+      const TileSlot& tile = shared_.tiles[tile_.slot()];
+      if (tile.work == TileWork::stop) return;
+      if (tile.rows > kShortM) {
+        run_tile<2>(tile);
+      } else {
+        run_tile<1>(tile);
+      }
+    }
+  }
+
+ private:
+  template <uint32_t kPieces>
+  MEGAMOE_FN void run_tile(const TileSlot& slot) {
+    if (slot.work == TileWork::l1) {
+      run_l1<kPieces>(slot);
+    } else {
+      run_l2<kPieces>(slot);
+    }
+  }
+
+  template <uint32_t kPieces>
+  MEGAMOE_FN void run_l1(const TileSlot& slot) {
+    const uint32_t depth = shared_.problem.hidden / kBlockK, half = shared_.problem.intermediate / kScaleBlock;
+    const WeightScales scales{reinterpret_cast<const float*>(shared_.launch.l1_sf) +
+                                  (uint64_t(slot.expert) * 2 * half + slot.column) * depth,
+                              half * depth};
+    float sums[kPieces * kSumsPerPiece];
+    multiply_tile<TileWork::l1, kPieces, 1>(
+        shared_, stage_, depth, kPieces, scales,
+        [&] { fetch_row_targets(context_, shared_, slot, kPieces == 2); }, sums);
+    const TileSlot tile = take_slot(slot);
+    if (tile.failed) return;
+    if constexpr (kBringUp) {
+      if (shared_.launch.debug) store_accum_debug<kPieces>(context_, shared_.launch, tile, sums);
+      if (context_.stage < Stage::l1_epilogue) return;
+    }
+    ActivationStore<kPieces, Shared>(context_, shared_, tile).run(sums, tile_.turn);
+    finish_tile([&] { mark_l1_tile(context_, tile.block, tile.column); });
+  }
+
+  template <uint32_t kPieces>
+  MEGAMOE_FN void run_l2(const TileSlot& slot) {
+    const uint32_t depth = shared_.problem.intermediate / kBlockK, row_blocks = shared_.problem.hidden / kScaleBlock;
+    const uint32_t row_block = 2 * slot.column + (kPieces == 2 ? 0 : ThreadPlace::here().warpgroup);
+    const uint32_t active = row_block < row_blocks ? smaller(kPieces, row_blocks - row_block) : 0;
+    const WeightScales scales{reinterpret_cast<const float*>(shared_.launch.l2_sf) +
+                                  (uint64_t(slot.expert) * row_blocks + smaller(row_block, row_blocks - 1)) * depth,
+                              active == 2 ? depth : 0};
+    float sums[kPieces * kSumsPerPiece];
+    multiply_tile<TileWork::l2, kPieces, kScaleGroups>(
+        shared_, stage_, depth, active, scales,
+        [&] { fetch_row_targets(context_, shared_, slot, kPieces == 2); }, sums);
+    const TileSlot tile = take_slot(slot);
+    if (tile.failed) return;
+    scatter_results<kPieces>(context_, shared_, tile, active, sums);
+    finish_tile([&] { advance_expert(context_, tile.expert, 1); });
+  }
+
+  // Done with the slot: what it said, in the end also whether the rows ever came. Waits for the row targets as well.
+  MEGAMOE_FN TileSlot take_slot(const TileSlot& slot) {
+    wait_word_copies();
+    const TileSlot tile = slot;
+    __syncwarp();
+    if (ThreadPlace::here().lane == 0) arrive(&shared_.tile_empty[tile_.slot()]);
+    return tile;
+  }
+
+  // Both warpgroups have stored when the second one comes here; its first thread says so for the tile.
+  template <class Say>
+  MEGAMOE_FN void finish_tile(Say say) {
+    const ThreadPlace place = ThreadPlace::here();
+    barrier_sync(kWarpgroupBarrier + place.warpgroup, 128);
+    if (place.warp != 0 || place.lane != 0) return;
+    cuda::atomic_ref<uint32_t, cuda::thread_scope_block> halves(shared_.stored_halves[tile_.turn & 1]);
+    if (halves.fetch_add(1, acquire_release) % kMathWarpgroups == kMathWarpgroups - 1) say();
+  }
+
+  const Context& context_;
+  Shared& shared_;
+  RingPosition<kStages> stage_;
+  RingPosition<kTileSlots> tile_;
+};
+
+}  // namespace megamoe::sm90

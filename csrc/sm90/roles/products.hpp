@@ -1,0 +1,92 @@
+// Math role, one warpgroup: products of a tile in the tensor cores, promoted in fp32 after every scale group.
+#pragma once
+#include "shared_storage.hpp"
+
+namespace megamoe::sm90 {
+
+constexpr uint32_t kSumsPerPiece = kPieceN / 2;
+constexpr uint32_t kStepsPerStage = kBlockK / kProductDepth;
+
+// Where this thread's accumulators lie in a tile. sums[64 * piece + 4 * i + 2 * r + q] is row first_row() + 8 * r and
+// column 128 * piece + 8 * i + 2 * (lane % 4) + q.
+struct ThreadPlace {
+  uint32_t warpgroup, warp, lane;  // warp of the warpgroup
+
+  // Read anew at each call: kept, these values would take the registers that the accumulators need.
+  MEGAMOE_FN static ThreadPlace here() {
+    uint32_t thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return {thread / 128 - 1, thread / 32 % 4, thread % 32};
+  }
+  // First of the warp's 16 rows: the warpgroups share the rows of a short tile and halve those of a tall one.
+  MEGAMOE_FN uint32_t warp_row(bool tall) const { return (tall ? warpgroup * 64 : 0) + warp * 16; }
+  MEGAMOE_FN uint32_t first_row(bool tall) const { return warp_row(tall) + lane / 4; }
+};
+
+// Weight scales along K that a warpgroup needs: gate and up of an L1 tile, whose 8-column groups alternate; the pieces of
+// an L2 tile. Both are rows of the same array, `second` elements apart.
+struct WeightScales {
+  const float* first;
+  uint32_t second;
+};
+
+// One tile's products into `sums`. `kPieces` pieces of 128 columns a warpgroup: 2 for a tall tile, 1 for a short one, of
+// which `active_pieces` exist. `kGroups` scale groups of K a stage. `on_first_stage()` runs once the tile's rows are there.
+template <TileWork kWork, uint32_t kPieces, uint32_t kGroups, class Shared, class OnFirstStage>
+MEGAMOE_FN void multiply_tile(Shared& shared, RingPosition<kStages>& stage, uint32_t depth, uint32_t active_pieces,
+                              const WeightScales& scales, OnFirstStage on_first_stage,
+                              float (&sums)[kPieces * kSumsPerPiece]) {
+  constexpr bool tall = kPieces == 2;
+  const ThreadPlace place = ThreadPlace::here();
+  const uint32_t fragment = fragment_offset(place.warp_row(tall), place.lane);
+  const uint32_t first_row = place.first_row(tall);
+  const bool first_lane = place.lane == 0;
+#pragma unroll
+  for (uint32_t i = 0; i < kPieces * kSumsPerPiece; ++i) sums[i] = 0.0f;
+  const uint32_t first_piece = tall ? 0 : place.warpgroup;
+  for (uint32_t k = 0; k < depth; ++k) {
+    const float first = __ldg(scales.first + k), second = __ldg(scales.first + scales.second + k);
+    const uint32_t slot = stage.slot();
+    wait_barrier(&shared.full[slot], stage.parity());
+    if (k == 0) on_first_stage();
+    uint32_t fragments[kStepsPerStage][4];
+    const uint32_t rows = shared_address(shared.rows[slot]) + fragment;
+#pragma unroll
+    for (uint32_t step = 0; step < kStepsPerStage; ++step) load_row_fragment(fragments[step], rows, step);
+    const uint32_t columns = shared_address(shared.columns[slot]) + first_piece * kPieceN * kBlockK;
+#pragma unroll
+    for (uint32_t piece = 0; piece < kPieces; ++piece) {
+      if (kWork == TileWork::l2 && piece >= active_pieces) break;
+      const float even = kWork == TileWork::l1 || piece == 0 ? first : second;
+      const float odd = kWork == TileWork::l2 && piece == 0 ? first : second;
+#pragma unroll
+      for (uint32_t group = 0; group < kGroups; ++group) {
+        constexpr uint32_t steps = kStepsPerStage / kGroups;
+        float part[kSumsPerPiece];
+        wgmma_fence();
+#pragma unroll
+        for (uint32_t step = 0; step < steps; ++step)
+          Wgmma<kPieceN>::run(part, fragments[group * steps + step],
+                              matrix_descriptor(columns + piece * kPieceN * kBlockK +
+                                                (group * steps + step) * kProductDepth),
+                              step > 0);
+        wgmma_commit();
+        const float* row_scales = &shared.row_scales[slot][group][first_row];
+        const float upper = row_scales[0], lower = row_scales[8];
+        wgmma_wait();
+        if (piece + 1 == active_pieces && group + 1 == kGroups && first_lane) arrive(&shared.empty[slot]);
+        const float scale[2][2] = {{__fmul_rn(upper, even), __fmul_rn(upper, odd)},
+                                   {__fmul_rn(lower, even), __fmul_rn(lower, odd)}};
+#pragma unroll
+        for (uint32_t i = 0; i < kSumsPerPiece; ++i) {
+          float& sum = sums[piece * kSumsPerPiece + i];
+          sum = __fmaf_rn(part[i], scale[i / 2 % 2][i / 4 % 2], sum);
+        }
+      }
+    }
+    if (kWork == TileWork::l2 && active_pieces == 0 && first_lane) arrive(&shared.empty[slot]);
+    stage.advance();
+  }
+}
+
+}  // namespace megamoe::sm90

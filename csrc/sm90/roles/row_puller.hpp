@@ -1,0 +1,113 @@
+// The pull role's copying: one warp brings the rows of a run from their sources into the pool, several in flight.
+#pragma once
+#include "ptx/bulk_copy.hpp"
+#include "pull.hpp"
+#include "warp_team.hpp"
+
+namespace megamoe::sm90 {
+
+constexpr uint32_t kScalesPerLoad = 4;      // one 16-byte load
+constexpr uint32_t kScaleLoads = 4;         // in flight in each lane
+constexpr uint32_t kScaleLanes = kWarpThreads / kRowsPerPull;
+
+// Copies in flight, and the bytes of one: longer rows are copied in pieces.
+template <uint32_t kDepth, uint32_t kSlotBytes>
+struct alignas(128) PullShared {
+  uint8_t slots[kDepth][kSlotBytes];
+  uint64_t loaded[kDepth];
+};
+
+template <uint32_t kPullDepth, uint32_t kPullSlotBytes>
+class RowPuller {
+ public:
+  using Shared = PullShared<kPullDepth, kPullSlotBytes>;
+
+  // Called by one whole warp; `shared` is this warp's alone.
+  MEGAMOE_FN explicit RowPuller(Shared& shared) : shared_(shared), parities_(0) {
+    if (lane() == 0)
+      for (uint32_t slot = 0; slot < kPullDepth; ++slot) init_load_barrier(&shared_.loaded[slot]);
+    __syncwarp();
+  }
+
+  // For pull_rows(): when the warp has synchronised after this, all stores of the run are performed.
+  MEGAMOE_FN void copy_rows(const Context& context, uint32_t block, uint32_t first_row, uint32_t rows) {
+    const Region& to = context.layout->l1_acts;
+    const uint32_t hidden = context.problem->hidden;
+    const uint32_t first_pool_row = block * context.problem->block_m + first_row;
+    PulledRow mine{};
+    if (lane() < rows) mine = locate_row(context, block, first_row + lane());
+    __syncwarp();
+    // The sources' activations were written by generic stores and acquired with the table.
+    if (lane() == 0) fence_generic_to_async_proxy();
+    const uint32_t pieces = ceil_div(hidden, kPullSlotBytes);
+    const uint32_t copies = rows * pieces;
+    for (uint32_t copy = 0; copy < smaller(kPullDepth, copies); ++copy) load(context, mine, copy, pieces);
+    if (lane() < rows) store_row_metadata(context, mine);
+    copy_scales(context, mine, first_pool_row, rows);
+    for (uint32_t copy = 0; copy < copies; ++copy) {
+      const uint32_t slot = copy % kPullDepth, first_byte = copy % pieces * kPullSlotBytes;
+      if (lane() == 0) {
+        wait_for_load(context, &shared_.loaded[slot], parities_ >> slot & 1,
+                      {FaultKind::timeout, WaitFor::rows, context.rank, block, rows, 0, 0});
+        const uint64_t row = first_pool_row + copy / pieces;
+        store_bulk(context.own<uint8_t>(to) + row * to.stride[0] + first_byte, shared_.slots[slot],
+                   smaller(kPullSlotBytes, hidden - first_byte));
+      }
+      parities_ ^= 1u << slot;
+      const uint32_t next = copy + kPullDepth - 1;  // goes into the slot of the copy before this one
+      if (copy == 0 || next >= copies) continue;
+      if (lane() == 0) wait_for_store_reads<1>();
+      load(context, mine, next, pieces);
+    }
+    if (lane() == 0) wait_for_stores();
+  }
+
+ private:
+  MEGAMOE_FN static uint32_t lane() { return threadIdx.x % kWarpThreads; }
+
+  MEGAMOE_FN void load(const Context& context, const PulledRow& mine, uint32_t copy, uint32_t pieces) {
+    const Region& from = context.layout->x;
+    const uint32_t source = __shfl_sync(kFullWarp, mine.source, copy / pieces);
+    const uint32_t token = __shfl_sync(kFullWarp, mine.token, copy / pieces);
+    if (lane() != 0) return;
+    const uint32_t slot = copy % kPullDepth, first_byte = copy % pieces * kPullSlotBytes;
+    load_bulk(shared_.slots[slot], context.peer<uint8_t>(source, from) + token * from.stride[0] + first_byte,
+              smaller(kPullSlotBytes, context.problem->hidden - first_byte), &shared_.loaded[slot]);
+  }
+
+  // Read along a token's scales, written along the rows of a scale group: a few lanes a row, 16 bytes a lane.
+  MEGAMOE_FN static void copy_scales(const Context& context, const PulledRow& mine, uint32_t first_pool_row,
+                                     uint32_t rows) {
+    const Region &from_region = context.layout->x_sf, &to_region = context.layout->l1_acts_sf;
+    const uint32_t groups = context.problem->hidden / kScaleBlock;
+    const uint32_t row = lane() % kRowsPerPull;
+    const uint32_t source = __shfl_sync(kFullWarp, mine.source, row);
+    const uint32_t token = __shfl_sync(kFullWarp, mine.token, row);
+    if (row >= rows) return;
+    const float* from = context.peer<float>(source, from_region) + token * from_region.stride[0];
+    float* to = context.own<float>(to_region) + first_pool_row + row;
+    constexpr uint32_t step = kScaleLanes * kScalesPerLoad;
+    for (uint32_t base = lane() / kRowsPerPull * kScalesPerLoad; base < groups; base += kScaleLoads * step) {
+      float4 scales[kScaleLoads];
+#pragma unroll
+      for (uint32_t i = 0; i < kScaleLoads; ++i) {
+        const uint32_t group = base + i * step;
+        if (group < groups) scales[i] = *reinterpret_cast<const float4*>(from + group);
+      }
+#pragma unroll
+      for (uint32_t i = 0; i < kScaleLoads; ++i) {
+        const float values[kScalesPerLoad] = {scales[i].x, scales[i].y, scales[i].z, scales[i].w};
+#pragma unroll
+        for (uint32_t j = 0; j < kScalesPerLoad; ++j) {
+          const uint32_t group = base + i * step + j;
+          if (group < groups) to[group * to_region.stride[1]] = values[j];
+        }
+      }
+    }
+  }
+
+  Shared& shared_;
+  uint32_t parities_;  // of the phase that each slot waits for next
+};
+
+}  // namespace megamoe::sm90

@@ -1,0 +1,70 @@
+// The shared memory of a CTA of the fused kernel.
+#pragma once
+#include "ptx/pipeline.hpp"
+#include "roles/row_puller.hpp"
+#include "warp_team.hpp"
+#include "worker.hpp"
+
+namespace megamoe::sm90 {
+
+constexpr uint32_t kBlockM = 128;  // rows of a tall tile and of a pool block
+constexpr uint32_t kShortM = 64;   // rows of a short tile: both math warpgroups take the same rows, half the columns
+constexpr uint32_t kBlockN = 256;
+constexpr uint32_t kBlockK = 128;
+constexpr uint32_t kPieceN = 128;  // columns of one product; two make a tall tile
+constexpr uint32_t kStages = 4;
+constexpr uint32_t kTileSlots = 4;
+
+constexpr uint32_t kMathWarpgroups = 2;
+constexpr uint32_t kMathWarps = 4 * kMathWarpgroups;
+constexpr uint32_t kDispatchWarps = 3;
+constexpr uint32_t kThreads = 128 * (1 + kMathWarpgroups);
+
+// Named barriers; 0 is the whole CTA's.
+constexpr uint32_t kDispatchBarrier = 1;
+constexpr uint32_t kMathBarrier = 2;       // both math warpgroups
+constexpr uint32_t kWarpgroupBarrier = 3;  // and 4: one math warpgroup
+constexpr uint32_t kCtaBarrier = 5;        // every role has ended
+constexpr uint32_t kLeaveBarrier = 6;      // the first warpgroup, on its way out
+
+using Puller = RowPuller<3, 2048>;
+
+enum class TileWork : uint32_t { l1, l2, stop };
+
+// What the load role tells the math role about the tile whose stages it fills.
+struct TileSlot {
+  TileWork work;
+  uint32_t block, column, rows, expert;
+  uint32_t failed;  // the rows never came: compute on, store nothing
+};
+
+// Rows of a tile as the epilogue needs them.
+struct RowTargets {
+  uint32_t metadata[kBlockM][3];  // source, token, slot
+  float weight[kBlockM];
+};
+
+template <uint32_t kScaleGroups>  // of K, in a stage
+struct SharedStorage {
+  alignas(1024) uint8_t rows[kStages][kBlockM * kBlockK];
+  alignas(1024) uint8_t columns[kStages][kBlockN * kBlockK];
+  alignas(128) float row_scales[kStages][kScaleGroups][kBlockM];
+  Puller::Shared pull[kDispatchWarps];
+  RowTargets targets[kMathWarpgroups];
+  float row_amax[2][kMathWarpgroups][kShortM];
+  alignas(8) uint64_t full[kStages];
+  uint64_t empty[kStages];
+  uint64_t tile_full[kTileSlots];
+  uint64_t tile_empty[kTileSlots];
+  TileSlot tiles[kTileSlots];
+  uint32_t stored_halves[2];  // warpgroups that stored their part of a tile, by the parity of the tile's turn
+  typename WarpTeam<kDispatchWarps>::Shared dispatch_team;
+  typename WarpTeam<4>::Shared leave_team;
+  Entered entered;
+  Problem problem;
+  BufferLayout layout;
+  LaunchArguments launch;
+  Context context;
+};
+
+}  // namespace megamoe::sm90
