@@ -213,9 +213,9 @@ class ProofRanks:
         self._synchronize_default()
 
     def time_us(self, call: Call, launches: int) -> float:
-        """Microseconds a launch, of launches back to back; of several GPUs the slowest one's."""
-        for _ in range(3):
-            call.launch()
+        """Microseconds a launch, of launches back to back in one graph; of several GPUs the slowest one's."""
+        graphs = call.capture(launches)
+        graphs.replay()
         self.wait()
         call.clear_times()
         pairs = []
@@ -224,11 +224,11 @@ class ProofRanks:
                 pairs.append((torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))
         for device, (start, _) in zip(self.devices, pairs, strict=True):
             start.record(_streams(device, False))
-        for _ in range(launches):
-            call.launch()
+        graphs.replay()
         for device, (_, end) in zip(self.devices, pairs, strict=True):
             end.record(_streams(device, False))
         self.wait()
+        call.timed_launches = launches
         return max(start.elapsed_time(end) for start, end in pairs) * 1000 / launches
 
 
@@ -250,12 +250,11 @@ class Call:
     ) -> None:
         self.y = y
         self._ranks, self._parts, self._words, self._times = ranks, parts, words, times
-        self._launches = 0
+        self.timed_launches = 0
 
     def launch(self) -> None:
         for part in self._parts:
             self._launch(part)
-        self._launches += 1
 
     def _launch(self, part: _Part) -> None:
         arguments = (
@@ -265,8 +264,8 @@ class Call:
         )
         part.kernel.launch(part.num_ctas, sm90.PROOF_THREADS, arguments, part.stream)
 
-    def capture(self) -> Graphs:
-        """The same launch as a CUDA graph for each GPU."""
+    def capture(self, launches: int = 1) -> Graphs:
+        """The same launch, so many times after each other, as a CUDA graph for each GPU."""
         graphs = []
         for part in self._parts:
             graph = torch.cuda.CUDAGraph()
@@ -275,7 +274,8 @@ class Call:
                 torch.cuda.device(device),
                 torch.cuda.graph(graph, stream=part.stream, capture_error_mode="relaxed"),
             ):
-                self._launch(part)
+                for _ in range(launches):
+                    self._launch(part)
             graphs.append((device, part.stream, graph))
         return Graphs(graphs)
 
@@ -286,7 +286,6 @@ class Call:
                 self._words[rank].fill_(count)
 
     def clear_times(self) -> None:
-        self._launches = 0
         for times in self._times:
             times.zero_()
         for device in self._ranks.devices:
@@ -295,7 +294,7 @@ class Call:
     def role_us(self) -> dict[str, float]:
         """Microseconds that a CTA spends in each role of a launch: the mean of the CTAs of all ranks."""
         total = torch.stack([times.cpu() for times in self._times]).sum(dim=0).double()
-        ctas = len(self._times) * self._ranks.ctas_per_rank * max(1, self._launches)
+        ctas = len(self._times) * self._ranks.ctas_per_rank * self.timed_launches
         return dict(zip(_ROLES, (total / ctas / 1000).tolist(), strict=True))
 
 

@@ -191,6 +191,12 @@ class HostStatus:
             self.device_address = int(_call("cuMemHostGetDevicePointer", self._host_address, 0))
         self.words: Any = HOST_STATUS_STRUCT.ctype.from_address(self._host_address)
 
+    def close(self) -> None:
+        """Give the memory back. Only while no launch runs; ``words`` must not be read afterwards."""
+        if self._host_address:
+            _call("cuMemFreeHost", self._host_address)
+            self._host_address = 0
+
     def clear(self) -> None:
         """Only while no launch runs."""
         ctypes.memset(self._host_address, 0, ctypes.sizeof(HOST_STATUS_STRUCT.ctype))
