@@ -45,7 +45,7 @@ def override_schedule(schedule: Schedule, text: str | None = None) -> Schedule:
     values = {field.name: getattr(schedule, field.name) for field in fields(schedule)}
     for entry in filter(None, (part.strip() for part in text.split(","))):
         name, _, value = entry.partition("=")
-        if name not in values or not value.isdigit():
+        if name not in values or not value.isdecimal():
             raise ValueError(f"MEGAMOE_CONFIG: got {entry!r}, expected NAME=INTEGER with a name of {sorted(values)}")
         values[name] = int(value)
     return Schedule(**values)
