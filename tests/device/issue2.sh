@@ -1,7 +1,7 @@
 #!/bin/bash
 # One call on a machine with two GPUs of compute capability 9.0: the proof of the protocol, then the host phases.
 #   bash tests/device/issue2.sh          from the root of the checkout; logs go to $OUT (default: runs/device)
-# Ends within 590 s. The table comes last. Exit code 0: every step passed.
+# Ends within 590 s, and leaves at most eight files. The table comes last. Exit code 0: every step passed.
 set -u
 cd "$(dirname "$0")/../.." || exit 2
 export PYTHONPATH=. PYTHONUNBUFFERED=1 CUDA_MODULE_LOADING=EAGER MEGAMOE_CACHE_DIR="${MEGAMOE_CACHE_DIR:-/tmp/megamoe_cache}"
@@ -11,8 +11,7 @@ mkdir -p "$OUT"
 started=$SECONDS
 limit=585
 failed=0
-table="$OUT/table.txt"
-: >"$table"
+table=$(mktemp)
 
 # step NAME LIMIT COMMAND...: its output in NAME.log, its result in the table
 step() {
@@ -25,7 +24,7 @@ step() {
     failed=1
     return
   fi
-  timeout -k 5 "$most" "$@" >"$OUT/$name.log" 2>&1
+  timeout -k 5 "$most" "$@" >>"$OUT/$name.log" 2>&1
   rc=$?
   if ((rc == 0)); then
     echo "ok       $name  $((SECONDS - began)) s" >>"$table"
@@ -40,7 +39,8 @@ step() {
   nvidia-smi topo -m
   python3 -c 'import sys, torch; print(sys.version, torch.__version__)'
   python3 -m pip list 2>/dev/null | grep -i -E '^(cuda|nvidia-cuda)'
-} >"$OUT/machine.log" 2>&1
+} >"$OUT/build.log" 2>&1
+head -n 2 "$OUT/build.log" >>"$table"
 
 step build 60 python3 -c 'from megamoe.targets import host, sm90; sm90.build_all(); host.build_all()'
 for gpus in 1 2; do
@@ -55,8 +55,9 @@ step host-phases 300 python3 -m harness run --target host --ranks 1,2,8
 for mutation in arrival_one_too_few mask_bit_missing combine_before_done publish_before_list relaxed_wait relaxed_arrival; do
   ((limit - (SECONDS - started) < 40)) && break
   MEGAMOE_SM90_OPTIONS="-DMEGAMOE_MUTATION=$mutation" timeout -k 5 35 python3 -m megamoe.protocol_proof \
-    --ranks 8 --gpus 2 --epochs 70 --cases epochs-512 --watchdog-s 30 >"$OUT/mutation-$mutation.log" 2>&1
-  echo "mutation $mutation: exit $? (1: seen) $(grep -h ^FAIL "$OUT/mutation-$mutation.log" | cut -c1-160)" >>"$table"
+    --ranks 8 --gpus 2 --epochs 70 --cases epochs-512 --watchdog-s 30 >"$table.log" 2>&1
+  echo "mutation $mutation: exit $? (1: seen) $(grep -h ^FAIL "$table.log" | cut -c1-160)" >>"$table"
+  { echo "== $mutation"; cat "$table.log"; } >>"$OUT/mutations.log"
 done
 
 grep -h -E '^(ok|FAIL|HUNG|     |[0-9]+ of)' "$OUT"/proof-*.log | cut -c1-400
@@ -65,6 +66,6 @@ for log in "$OUT"/build.log "$OUT"/proof-*.log; do
 done
 echo "--- host phases"
 tail -n 25 "$OUT/host-phases.log" 2>/dev/null | cut -c1-200
-cat "$OUT/machine.log" | head -n 3
+[ -d runs ] && tar czf "$OUT/runs.tar.gz" --exclude=device runs
 cat "$table"
 exit $failed
