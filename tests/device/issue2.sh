@@ -60,7 +60,8 @@ for mutation in arrival_one_too_few mask_bit_missing combine_before_done publish
   { echo "== $mutation"; cat "$table.log"; } >>"$OUT/mutations.log"
 done
 
-grep -h -E '^(ok|FAIL|HUNG|     |[0-9]+ of)' "$OUT"/proof-*.log | cut -c1-400
+grep -h -E '^(ok|FAIL|HUNG|     |[0-9]+ of)' "$OUT"/proof-*.log | cut -c1-150
+grep -h -E '^(FAIL|HUNG)' "$OUT"/proof-*.log | cut -c1-400
 for log in "$OUT"/build.log "$OUT"/proof-*.log; do
   grep -q -E 'Traceback|HUNG|Timeout' "$log" && { echo "--- $log"; tail -n 25 "$log" | cut -c1-300; }
 done
