@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -53,12 +54,13 @@ time.sleep(1000)
 class Supervised:
     """A supervisor started by hand on a script of the test."""
 
-    def __init__(self, folder: Path, script: str, seconds: float) -> None:
+    def __init__(self, folder: Path, script: str, seconds: float, launcher: tuple[str, ...]) -> None:
         self.folder = folder / "step"
         self.step_id = f"test.{os.getpid()}.{folder.name}"
         (folder / "script.py").write_text(script)
         command = [sys.executable, "-m", "harness.supervisor", "--folder", str(self.folder), "--seconds", str(seconds)]
-        command += ["--step-id", self.step_id, "--", sys.executable, "-m", "harness.rank", str(folder / "script.py")]
+        command += ["--step-id", self.step_id, "--", sys.executable, *launcher, "-m", "harness.rank"]
+        command += [str(folder / "script.py")]
         environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
         self.started = time.monotonic()
         self.guardian = subprocess.Popen(command, env=environment, start_new_session=True)
@@ -90,8 +92,8 @@ class Supervised:
 
 @pytest.fixture
 def supervised(tmp_path: Path) -> Callable[..., Supervised]:
-    def start(script: str, seconds: float = LIMIT_S) -> Supervised:
-        return Supervised(tmp_path, script, seconds)
+    def start(script: str, seconds: float = LIMIT_S, launcher: tuple[str, ...] = ()) -> Supervised:
+        return Supervised(tmp_path, script, seconds, launcher)
 
     return start
 
@@ -131,35 +133,45 @@ def test_daemon_of_a_finished_command_is_ended_and_named(supervised: Callable[..
     _assert_clean(step)
 
 
-@pytest.mark.parametrize("victim", ["supervisor", "guardian", "both"])
-def test_killed_supervisors_leave_nothing(supervised: Callable[..., Supervised], victim: str) -> None:
-    """With both gone nobody is left to look: then the ranks die with their parents. (A daemon would need the harness,
-    see test_harness_takes_over.)"""
-    step = supervised(IGNORES_SIGTERM if victim == "both" else DAEMON + IGNORES_SIGTERM, seconds=60)
-    step.wait_for(lambda: step.num_processes() == (1 if victim == "both" else 2))
-    step.wait_for(lambda: "ignoring" in step.log("rank0.log"))
-    guardian_pid, supervisor_pid = step.guardian.pid, step.supervisor_pid()
-    supervisor = processes.read_process(supervisor_pid)
+def test_killed_supervisor_leaves_nothing(supervised: Callable[..., Supervised]) -> None:
+    """Its orphans, a daemon among them, fall to the guardian."""
+    step = supervised(DAEMON + IGNORES_SIGTERM, seconds=60)
+    step.wait_for(lambda: step.num_processes() == 2 and "ignoring" in step.log("rank0.log"))
+    os.kill(step.supervisor_pid(), signal.SIGKILL)
+    outcome = step.wait(EMPTY_S)
+    assert outcome.end == "supervisor died"
+    assert "SIGKILL" in outcome.message
+    _assert_clean(step)
+
+
+def test_killed_guardian_leaves_nothing(supervised: Callable[..., Supervised]) -> None:
+    """The kernel tells the supervisor, which stops the step."""
+    step = supervised(DAEMON + IGNORES_SIGTERM, seconds=60)
+    step.wait_for(lambda: step.num_processes() == 2 and "ignoring" in step.log("rank0.log"))
+    supervisor = processes.read_process(step.supervisor_pid())
     assert supervisor is not None
-    if victim != "supervisor":
-        os.kill(guardian_pid, signal.SIGKILL)
-    if victim != "guardian":
-        os.kill(supervisor_pid, signal.SIGKILL)
-    step.guardian.wait(EMPTY_S)
-    assert wait_until_gone(step.folder, EMPTY_S) == []
-    step.wait_for(lambda: not processes.is_alive(supervisor.key))
+    step.guardian.kill()
+    step.guardian.wait()
+    step.wait_for(lambda: not processes.is_alive(supervisor.key), EMPTY_S)
     outcome = read_outcome(step.folder)
-    if victim == "supervisor":
-        assert outcome is not None
-        assert outcome.end == "supervisor died"
-        assert "SIGKILL" in outcome.message
-        _assert_clean(step)
-    elif victim == "guardian":
-        assert outcome is not None
-        assert outcome.end == "interrupted"
-        _assert_clean(step)
-    else:
-        temporary_folder(step.step_id).rmdir()
+    assert outcome is not None
+    assert outcome.end == "interrupted"
+    _assert_clean(step)
+
+
+def test_ranks_die_with_both_supervisors(supervised: Callable[..., Supervised]) -> None:
+    """With both gone and no harness above nobody is left to look: torchrun dies with the supervisor, the ranks with
+    torchrun. (A daemon needs the harness then, see test_harness_takes_over.)"""
+    launcher = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone")
+    step = supervised(IGNORES_SIGTERM, seconds=100, launcher=launcher)
+    step.wait_for(lambda: all("ignoring" in step.log(f"rank{rank}.log") for rank in range(2)), 60)
+    assert step.num_processes() == 3
+    supervisor_pid = step.supervisor_pid()
+    step.guardian.kill()
+    os.kill(supervisor_pid, signal.SIGKILL)
+    step.guardian.wait()
+    assert wait_until_gone(step.folder, EMPTY_S) == []
+    shutil.rmtree(temporary_folder(step.step_id))
 
 
 def test_stopped_supervisor_is_ended_by_its_guardian(supervised: Callable[..., Supervised]) -> None:
@@ -293,24 +305,21 @@ time.sleep(1000)
 """
 
 
-def _torchrun_project(tmp_path: Path) -> Project:
+def test_ranks_of_torchrun_end(tmp_path: Path) -> None:
+    """torchrun puts each rank into a session of its own, where no group kill reaches it."""
     project = Project(tmp_path)
     project.phase(1, TORCHRUN_RANK, targets={"host": {"ranks": {2: ["process"]}}})
-    return project
-
-
-def test_ranks_of_torchrun_end_at_the_limit(tmp_path: Path) -> None:
-    """torchrun puts each rank into a session of its own, where no group kill reaches it."""
-    call = _torchrun_project(tmp_path).call("run", "--target", "host", "--seconds", "5")
-    (step,) = call.steps()
-    assert call.code == 1
-    assert step["status"] == "timed out"
-    assert step["outcome"]["seconds_to_empty"] < EMPTY_S
-    folder = call.run_folder / "phase1-host-2-process"
-    sessions = {(folder / f"rank{rank}.log").read_text().split("session ")[1].split()[0] for rank in range(2)}
-    assert len(sessions) == 2
-    assert "most recent call first" in step["log_tails"]["rank0.log"]
-    assert processes_in(tmp_path) == []
+    with project.start("run", "--target", "host") as harness:
+        deadline = time.monotonic() + 60
+        while len(logs := [log for log in tmp_path.glob("runs/*/*/rank?.log") if "session" in log.read_text()]) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert len({log.read_text().split("session ")[1].split()[0] for log in logs}) == 2
+        assert len(processes_in(tmp_path)) == 4
+        harness.terminate()
+        assert wait_until_gone(tmp_path, EMPTY_S) == []
+        harness.communicate(timeout=EMPTY_S)
+    assert harness.returncode == 1
 
 
 def test_harness_takes_over(tmp_path: Path) -> None:
@@ -328,6 +337,7 @@ def test_harness_takes_over(tmp_path: Path) -> None:
         output, _ = harness.communicate(timeout=2 * EMPTY_S)
     assert harness.returncode == 1
     assert "the harness ended" in output
+    assert "LEFT BEHIND" not in output  # at once, not by the post-flight
     assert processes_in(tmp_path) == []
 
 
