@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megamoe.buffer import SymmBuffer, VirtualSymmBuffer, default_timeout_s, open_buffers
+from megamoe.buffer import SymmBuffer, VirtualSymmBuffer, default_timeout_s, open_buffers, withdraw
 from megamoe.config import ACCUM_DEBUG_EDGE, SCALE_BLOCK, MegaMoEConfig, Stage
 from megamoe.groups import VirtualGroup, as_group
 from megamoe.layout import LAUNCH_STRUCT, buffer_layout
@@ -105,20 +105,25 @@ def get_symm_buffer_for_mega_moe(
     Raises:
         ValueError: a number breaks a rule, or the ranks disagree.
     """
-    if max_ctas is not None and max_ctas < 1:
-        raise ValueError(f"max_ctas must be at least 1 or None, got {max_ctas}")
-    config = make_config(
-        as_group(group).num_ranks,
-        num_experts,
-        num_max_tokens_per_rank,
-        num_topk,
-        hidden,
-        intermediate_hidden,
-        l2_sf_granularity=l2_sf_granularity,
-        pool_rows=pool_rows,
-        schedule=schedule,
-    )
-    timeout = default_timeout_s() if timeout_s is None else timeout_s
+    inner = as_group(group)
+    try:
+        if max_ctas is not None and max_ctas < 1:
+            raise ValueError(f"max_ctas must be at least 1 or None, got {max_ctas}")
+        config = make_config(
+            inner.num_ranks,
+            num_experts,
+            num_max_tokens_per_rank,
+            num_topk,
+            hidden,
+            intermediate_hidden,
+            l2_sf_granularity=l2_sf_granularity,
+            pool_rows=pool_rows,
+            schedule=schedule,
+        )
+        timeout = default_timeout_s() if timeout_s is None else timeout_s
+    except ValueError as error:
+        withdraw(inner, error)  # the others must not wait for this rank
+        raise
     return open_buffers(group, config, timeout_s=timeout, check_every=check_every, max_workers=max_ctas)
 
 

@@ -340,11 +340,19 @@ def _reset(group: LocalGroup | DistributedGroup, buffers: Sequence[SymmBuffer]) 
     group.barrier()
 
 
+def withdraw(group: LocalGroup | DistributedGroup, reason: ValueError) -> None:
+    """Tell the ranks that create a buffer with this one that it will not. Collective, as creating is."""
+    group.all_gather(str(reason))
+
+
 def _agree(group: LocalGroup | DistributedGroup, config: MegaMoEConfig) -> None:
-    """Refuse a group whose ranks were created with different configs."""
+    """Refuse a group whose ranks were created with different configs, or of which one withdrew."""
     fields = dataclasses.asdict(config)
     digest = hashlib.sha256(repr(fields).encode()).hexdigest()
     offers = group.all_gather((digest, fields))
+    for rank, offer in enumerate(offers):
+        if isinstance(offer, str):
+            raise ValueError(f"rank {rank} could not create its buffer: {offer}")
     for rank, (other_digest, other_fields) in enumerate(offers):
         if other_digest == offers[0][0]:
             continue
@@ -357,6 +365,13 @@ def _agree(group: LocalGroup | DistributedGroup, config: MegaMoEConfig) -> None:
             )
             + "; every rank must create the buffer with the same arguments"
         )
+
+
+def _check_options(timeout_s: float, check_every: int | None) -> None:
+    if not isinstance(timeout_s, (int, float)) or not 0 < timeout_s <= MAX_TIMEOUT_S:
+        raise ValueError(f"timeout_s must be above 0 and at most {MAX_TIMEOUT_S:g} seconds, got {timeout_s!r}")
+    if check_every is not None and (not isinstance(check_every, int) or check_every < 1):
+        raise ValueError(f"check_every must be at least 1 or None, got {check_every!r}")
 
 
 def open_buffers(
@@ -373,13 +388,14 @@ def open_buffers(
         This process's SymmBuffer; for a VirtualGroup the VirtualSymmBuffer of all ranks.
 
     Raises:
-        ValueError: the ranks disagree about the config, or the timeout is not positive and finite.
+        ValueError: the ranks disagree about the config, or an option of this or another rank is out of range.
     """
-    if not isinstance(timeout_s, (int, float)) or not 0 < timeout_s <= MAX_TIMEOUT_S:
-        raise ValueError(f"timeout_s must be above 0 and at most {MAX_TIMEOUT_S:g} seconds, got {timeout_s!r}")
-    if check_every is not None and (not isinstance(check_every, int) or check_every < 1):
-        raise ValueError(f"check_every must be at least 1 or None, got {check_every!r}")
     inner = as_group(group)
+    try:
+        _check_options(timeout_s, check_every)
+    except ValueError as error:
+        withdraw(inner, error)
+        raise
     _agree(inner, config)
     ranks = get_target(inner.target).open_ranks(inner, buffer_layout(config), max_workers)
     buffers = [SymmBuffer(rank, inner, timeout_s, check_every) for rank in ranks]

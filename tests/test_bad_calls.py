@@ -1,4 +1,4 @@
-"""Bad calls, one test each: the message names the argument, what came and what was expected, and nothing was launched."""
+"""Bad calls: the message names the argument, what came and what was expected, and nothing was launched."""
 
 from __future__ import annotations
 

@@ -76,8 +76,8 @@ def fault(kind: FaultKind, wait: WaitFor = WaitFor.NOTHING, **values: int) -> Fa
         (
             fault(FaultKind.TIMEOUT, WaitFor.ROWS, index=3, expected=32, seen=31),
             (
-                "rank 2 waited 5.0 s in epoch 41 for pool block 3: 31 of 32 rows arrived: a worker of this rank stopped "
-                "on the way"
+                "rank 2 waited 5.0 s in epoch 41 for pool block 3: 31 of 32 rows arrived: a worker of this rank "
+                "stopped on the way"
             ),
         ),
         (
@@ -94,8 +94,8 @@ def fault(kind: FaultKind, wait: WaitFor = WaitFor.NOTHING, **values: int) -> Fa
         (
             fault(FaultKind.TIMEOUT, WaitFor.LIST_BASES, index=4),
             (
-                "rank 2 waited 5.0 s in epoch 41 for its own route counts before chunk 4: a worker of this rank stopped "
-                "on the way"
+                "rank 2 waited 5.0 s in epoch 41 for its own route counts before chunk 4: a worker of this rank "
+                "stopped on the way"
             ),
         ),
         (

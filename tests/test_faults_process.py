@@ -440,6 +440,27 @@ def disagree(me: Rank) -> None:
     assert_nothing_held()
 
 
+def one_is_wrong(me: Rank) -> None:
+    """One rank's own arguments break a rule: it says so, and the others do not wait for it."""
+    for change, words in (
+        ({"hidden": 200}, "hidden must be a multiple of 128, got 200"),
+        ({"timeout_s": -1.0}, "timeout_s must be above 0 and at most 1e+09 seconds, got -1.0"),
+        ({"max_ctas": 0}, "max_ctas must be at least 1 or None, got 0"),
+    ):
+        arguments: dict[str, Any] = {"hidden": 128, **(change if me.rank == 1 else {})}
+        with pytest.raises(ValueError) as caught:
+            megamoe.get_symm_buffer_for_mega_moe(me.group, 6, 8, 2, intermediate_hidden=128, **arguments)
+        assert str(caught.value) == ("" if me.rank == 1 else "rank 1 could not create its buffer: ") + words
+        assert_nothing_held()
+    buffer = open_buffer(me.group, CONFIG, timeout_s=DEADLINE_S)
+    works(buffer, 1)
+    buffer.close()
+
+
+def test_a_rank_with_a_config_that_breaks_a_rule(tmp_path: Path) -> None:
+    run_ranks(one_is_wrong, 3, tmp_path)
+
+
 def test_ranks_with_different_configs(tmp_path: Path) -> None:
     run_ranks(disagree, 3, tmp_path)
 
