@@ -59,12 +59,14 @@ MEGAMOE_FN void set_up(const GroupArguments& group, const RankArguments& mine, S
     context.layout = &shared.layout;
     if constexpr (!kBringUp) context.stage = Stage::combine;
     shared.context = context;
+    shared.maps = mine.maps;
   }
   __syncthreads();
 }
 
 // By the first thread of a CTA.
-MEGAMOE_FN Entered enter(const Context& context, const LaunchArguments& launch, const Worker& worker) {
+MEGAMOE_FN Entered enter(const Context& context, const LaunchArguments& launch) {
+  const Worker worker = this_worker(MEGAMOE_RANKS_HERE);
   Context mine = context;
   const Entry entry = enter_launch(mine, launch_identity(launch), worker.count);
   const int64_t tokens = given_tokens(launch);
@@ -74,13 +76,14 @@ MEGAMOE_FN Entered enter(const Context& context, const LaunchArguments& launch, 
   return {mine.epoch, entry, aborted(mine)};
 }
 
-// Warp 0: the load role, one thread of it.
-MEGAMOE_FN void run_load(const Context& context, const RankArguments& mine, Shared& shared) {
-  if (threadIdx.x != 0) return;
-  SoloTeam team;
-  const auto& maps = *reinterpret_cast<const TensorMaps*>(mine.maps);
+// Warp 0: the load role.
+MEGAMOE_FN void run_load(const Context& context, Shared& shared) {
+  OneWarp team(0, 0, nullptr);
+  const auto& maps = *reinterpret_cast<const TensorMaps*>(shared.maps);
   const Table table = wait_for_table(context, team);
-  Loader<kScaleGroups>(shared, maps).run(context, tile_order(context, table.ready ? table.num_blocks : 0));
+  if (team.rank() == 0) shared.order = tile_order(context, table.ready ? table.num_blocks : 0);
+  team.sync();
+  Loader<kScaleGroups>(shared, maps, team).run(context, shared.order);
 }
 
 // Warps 1 to 3: routes, table, pull, combine, and the other bank.
@@ -109,10 +112,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   Shared& shared = *reinterpret_cast<Shared*>(shared_bytes);
   const RankArguments& mine = table.ranks[blockIdx.x % MEGAMOE_RANKS_HERE];
-  const Worker worker = this_worker(MEGAMOE_RANKS_HERE);
   set_up(group, mine, shared);
   const Context& context = shared.context;
-  if (threadIdx.x == 0) shared.entered = enter(context, shared.launch, worker);
+  if (threadIdx.x == 0) shared.entered = enter(context, shared.launch);
   __syncthreads();
   const Entered entered = shared.entered;
   const auto fill = [&](const Context&) {
@@ -121,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                threadIdx.x, kLeaveThreads);
   };
   if (entered.entry == Entry::refused) {
-    if (worker.index == 0) fill(context);
+    if (this_worker(MEGAMOE_RANKS_HERE).index == 0) fill(context);
     return;
   }
   if (threadIdx.x == 0) shared.context.epoch = entered.epoch;
@@ -136,7 +138,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     give_registers<kDispatchRegisters>();
     if (runs) {
       if (threadIdx.x < kWarpThreads) {
-        run_load(context, mine, shared);
+        run_load(context, shared);
       } else {
         run_dispatch(context, shared);
       }

@@ -2,6 +2,7 @@
 #pragma once
 #include "ptx/pipeline.hpp"
 #include "roles/row_puller.hpp"
+#include "tiles.hpp"
 #include "warp_team.hpp"
 #include "worker.hpp"
 
@@ -31,11 +32,18 @@ using Puller = RowPuller<3, 2048>;
 
 enum class TileWork : uint32_t { l1, l2, stop };
 
+constexpr uint32_t kMaxDepth = 128;  // stages of a tile: hidden and intermediate up to 16,384
+
 // What the load role tells the math role about the tile whose stages it fills.
 struct TileSlot {
   TileWork work;
   uint32_t block, column, rows, expert;
-  uint32_t failed;  // the rows never came: compute on, store nothing
+  uint32_t depth;    // stages
+  uint32_t pieces;   // of 128 columns; the last L2 tile of a row may have only one
+  uint32_t turn;     // which tile of this CTA it is
+  uint32_t failed;   // the rows never came: compute on, store nothing
+  // Weight scales along K: gate and up of an L1 tile, whose 8-column groups alternate; the two pieces of an L2 tile.
+  float scales[2][kMaxDepth];
 };
 
 // Rows of a tile as the epilogue needs them.
@@ -61,6 +69,8 @@ struct SharedStorage {
   typename WarpTeam<kDispatchWarps>::Shared dispatch_team;
   typename WarpTeam<4>::Shared leave_team;
   Entered entered;
+  TileOrder order;
+  uint64_t maps;  // address of this rank's TensorMaps
   Problem problem;
   BufferLayout layout;
   LaunchArguments launch;

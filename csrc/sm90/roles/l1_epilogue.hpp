@@ -23,8 +23,8 @@ MEGAMOE_FN float quad_max(float value) {
 }
 
 // Four lanes of a quad exchange: lane c gives v[i] to lane i and gets in v[i] what lane i had for it.
-MEGAMOE_FN void transpose_quad(uint32_t (&v)[4]) {
-  const uint32_t c = threadIdx.x % 4;
+MEGAMOE_FN void transpose_quad(uint32_t (&v)[4], uint32_t lane) {
+  const uint32_t c = lane % 4;
   uint32_t a = c & 1 ? v[0] : v[1], b = c & 1 ? v[2] : v[3];
   a = __shfl_xor_sync(kFullWarp, a, 1);
   b = __shfl_xor_sync(kFullWarp, b, 1);
@@ -57,7 +57,7 @@ class ActivationStore {
   static constexpr bool kTall = kPieces == 2;
   static constexpr uint32_t kGroups = kPieces * kActivationGroups;
 
-  MEGAMOE_FN ActivationStore(const Context& context, Shared& shared, const TileSlot& tile)
+  MEGAMOE_FN ActivationStore(const Context& context, Shared& shared, const TileResult& tile)
       : context_(context), shared_(shared), tile_(tile), place_(ThreadPlace::here()) {}
 
   // `turn` alternates from tile to tile.
@@ -148,7 +148,7 @@ class ActivationStore {
                                uint32_t(to_e4m3x2(__fmul_rn(high[0], inverse), __fmul_rn(high[1], inverse))) << 16;
         }
 #pragma unroll
-      for (uint32_t word = 0; word < words; ++word) transpose_quad(packed[word]);
+      for (uint32_t word = 0; word < words; ++word) transpose_quad(packed[word], place_.lane);
       if (row >= tile_.rows) continue;
       const uint64_t pool_row = uint64_t(tile_.block) * kBlockM + row;
       uint8_t* to = context_.own<uint8_t>(layout.l2_acts) + pool_row * layout.l2_acts.stride[0] + first_column +
@@ -166,7 +166,7 @@ class ActivationStore {
 
   const Context& context_;
   Shared& shared_;
-  const TileSlot& tile_;
+  const TileResult& tile_;
   const ThreadPlace place_;
 };
 

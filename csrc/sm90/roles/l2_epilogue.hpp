@@ -6,8 +6,8 @@ namespace megamoe::sm90 {
 
 // Two short groups of columns in one word of each of four lanes become 16 bytes of one row in one lane.
 template <uint32_t kPieces, class Shared>
-MEGAMOE_FN void scatter_results(const Context& context, const Shared& shared, const TileSlot& tile,
-                                uint32_t active_pieces, const float (&sums)[kPieces * kSumsPerPiece]) {
+MEGAMOE_FN void scatter_results(const Context& context, const Shared& shared, const TileResult& tile,
+                                const float (&sums)[kPieces * kSumsPerPiece]) {
   constexpr bool tall = kPieces == 2;
   const ThreadPlace place = ThreadPlace::here();
   const Region& region = context.layout->combine;
@@ -23,7 +23,7 @@ MEGAMOE_FN void scatter_results(const Context& context, const Shared& shared, co
            target[1] * region.stride[1] + first_column + place.lane % 4 * 8;
 #pragma unroll
     for (uint32_t piece = 0; piece < kPieces; ++piece) {
-      if (piece >= active_pieces) break;
+      if ((tall ? piece : place.warpgroup) >= tile.pieces) break;
 #pragma unroll
       for (uint32_t batch = 0; batch < kPieceN / 32; ++batch) {
         uint32_t words[4];
@@ -32,7 +32,7 @@ MEGAMOE_FN void scatter_results(const Context& context, const Shared& shared, co
           const float* pair = &sums[piece * kSumsPerPiece + 4 * (4 * batch + i) + 2 * r];
           words[i] = to_bf16x2(pair[0], pair[1]);
         }
-        transpose_quad(words);
+        transpose_quad(words, place.lane);
         if (valid)
           *reinterpret_cast<uint4*>(to + piece * kPieceN + batch * 32) =
               make_uint4(words[0], words[1], words[2], words[3]);

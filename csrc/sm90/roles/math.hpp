@@ -24,7 +24,7 @@ MEGAMOE_FN void fetch_row_targets(const Context& context, Shared& shared, const 
 
 // The 128x128 window of L1 accumulators that the launch asks for, from every tile that has a part in it.
 template <uint32_t kPieces>
-MEGAMOE_FN void store_accum_debug(const Context& context, const LaunchArguments& launch, const TileSlot& tile,
+MEGAMOE_FN void store_accum_debug(const Context& context, const LaunchArguments& launch, const TileResult& tile,
                                   const float (&sums)[kPieces * kSumsPerPiece]) {
   constexpr bool tall = kPieces == 2;
   const ThreadPlace place = ThreadPlace::here();
@@ -52,89 +52,74 @@ class MathRole {
       : context_(context), shared_(shared) {}
 
   MEGAMOE_FN void run() {
-    for (;; tile_.advance()) {
-      wait_barrier(&shared_.tile_full[tile_.slot()], tile_.parity());
-      const TileSlot& tile = shared_.tiles[tile_.slot()];
+    RingPosition<kTileSlots> next;
+    for (;;) {
+      wait_barrier(&shared_.tile_full[next.slot()], next.parity());
+      const TileSlot& tile = shared_.tiles[next.slot()];
       if (tile.work == TileWork::stop) return;
-      if (tile.rows > kShortM) {
-        run_tile<2>(tile);
-      } else {
-        run_tile<1>(tile);
-      }
+      next.turn = tile.rows > kShortM ? run_tile<2>(tile) : run_tile<1>(tile);
+      next.advance();
     }
   }
 
  private:
+  // Returns the tile's turn: beside the products there is no register to keep it.
   template <uint32_t kPieces>
-  MEGAMOE_FN void run_tile(const TileSlot& slot) {
-    if (slot.work == TileWork::l1) {
-      run_l1<kPieces>(slot);
-    } else {
-      run_l2<kPieces>(slot);
-    }
+  MEGAMOE_FN uint32_t run_tile(const TileSlot& slot) {
+    return slot.work == TileWork::l1 ? run_l1<kPieces>(slot) : run_l2<kPieces>(slot);
   }
 
   template <uint32_t kPieces>
-  MEGAMOE_FN void run_l1(const TileSlot& slot) {
-    const uint32_t depth = shared_.problem.hidden / kBlockK, half = shared_.problem.intermediate / kScaleBlock;
-    const WeightScales scales{reinterpret_cast<const float*>(shared_.launch.l1_sf) +
-                                  (uint64_t(slot.expert) * 2 * half + slot.column) * depth,
-                              half * depth};
+  MEGAMOE_FN uint32_t run_l1(const TileSlot& slot) {
     float sums[kPieces * kSumsPerPiece];
     multiply_tile<TileWork::l1, kPieces, 1>(
-        shared_, stage_, depth, kPieces, scales,
-        [&] { fetch_row_targets(context_, shared_, slot, kPieces == 2); }, sums);
-    const TileSlot tile = take_slot(slot);
-    if (tile.failed) return;
+        shared_, stage_, slot, [&] { fetch_row_targets(context_, shared_, slot, kPieces == 2); }, sums);
+    const TileResult tile = take_slot(slot);
+    if (tile.failed) return tile.turn;
     if constexpr (kBringUp) {
       if (shared_.launch.debug) store_accum_debug<kPieces>(context_, shared_.launch, tile, sums);
-      if (context_.stage < Stage::l1_epilogue) return;
+      if (context_.stage < Stage::l1_epilogue) return tile.turn;
     }
-    ActivationStore<kPieces, Shared>(context_, shared_, tile).run(sums, tile_.turn);
-    finish_tile([&] { mark_l1_tile(context_, tile.block, tile.column); });
+    ActivationStore<kPieces, Shared>(context_, shared_, tile).run(sums, tile.turn);
+    finish_tile(tile, [&] { mark_l1_tile(context_, tile.block, tile.column); });
+    return tile.turn;
   }
 
   template <uint32_t kPieces>
-  MEGAMOE_FN void run_l2(const TileSlot& slot) {
-    const uint32_t depth = shared_.problem.intermediate / kBlockK, row_blocks = shared_.problem.hidden / kScaleBlock;
-    const uint32_t row_block = 2 * slot.column + (kPieces == 2 ? 0 : ThreadPlace::here().warpgroup);
-    const uint32_t active = row_block < row_blocks ? smaller(kPieces, row_blocks - row_block) : 0;
-    const WeightScales scales{reinterpret_cast<const float*>(shared_.launch.l2_sf) +
-                                  (uint64_t(slot.expert) * row_blocks + smaller(row_block, row_blocks - 1)) * depth,
-                              active == 2 ? depth : 0};
+  MEGAMOE_FN uint32_t run_l2(const TileSlot& slot) {
     float sums[kPieces * kSumsPerPiece];
     multiply_tile<TileWork::l2, kPieces, kScaleGroups>(
-        shared_, stage_, depth, active, scales,
-        [&] { fetch_row_targets(context_, shared_, slot, kPieces == 2); }, sums);
-    const TileSlot tile = take_slot(slot);
-    if (tile.failed) return;
-    scatter_results<kPieces>(context_, shared_, tile, active, sums);
-    finish_tile([&] { advance_expert(context_, tile.expert, 1); });
+        shared_, stage_, slot, [&] { fetch_row_targets(context_, shared_, slot, kPieces == 2); }, sums);
+    const TileResult tile = take_slot(slot);
+    if (tile.failed) return tile.turn;
+    scatter_results<kPieces>(context_, shared_, tile, sums);
+    finish_tile(tile, [&] { advance_expert(context_, tile.expert, 1); });
+    return tile.turn;
   }
 
   // Done with the slot: what it said, in the end also whether the rows ever came. Waits for the row targets as well.
-  MEGAMOE_FN TileSlot take_slot(const TileSlot& slot) {
+  MEGAMOE_FN TileResult take_slot(const TileSlot& slot) {
     wait_word_copies();
-    const TileSlot tile = slot;
+    const TileResult tile{slot.block, slot.column, slot.rows, slot.expert, slot.pieces, slot.turn,
+                          slot.failed != 0};
     __syncwarp();
-    if (ThreadPlace::here().lane == 0) arrive(&shared_.tile_empty[tile_.slot()]);
+    if (ThreadPlace::here().lane == 0) arrive(&shared_.tile_empty[tile.turn % kTileSlots]);
     return tile;
   }
 
   // Both warpgroups have stored when the second one comes here; its first thread says so for the tile.
   template <class Say>
-  MEGAMOE_FN void finish_tile(Say say) {
+  MEGAMOE_FN void finish_tile(const TileResult& tile, Say say) {
     const ThreadPlace place = ThreadPlace::here();
     barrier_sync(kWarpgroupBarrier + place.warpgroup, 128);
     if (place.warp != 0 || place.lane != 0) return;
-    cuda::atomic_ref<uint32_t, cuda::thread_scope_block> halves(shared_.stored_halves[tile_.turn & 1]);
+    cuda::atomic_ref<uint32_t, cuda::thread_scope_block> halves(shared_.stored_halves[tile.turn & 1]);
     if (halves.fetch_add(1, acquire_release) % kMathWarpgroups == kMathWarpgroups - 1) say();
   }
 
   const Context& context_;
   Shared& shared_;
   RingPosition<kStages> stage_;
-  RingPosition<kTileSlots> tile_;
 };
 
 }  // namespace megamoe::sm90

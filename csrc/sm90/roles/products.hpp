@@ -23,29 +23,26 @@ struct ThreadPlace {
   MEGAMOE_FN uint32_t first_row(bool tall) const { return warp_row(tall) + lane / 4; }
 };
 
-// Weight scales along K that a warpgroup needs: gate and up of an L1 tile, whose 8-column groups alternate; the pieces of
-// an L2 tile. Both are rows of the same array, `second` elements apart.
-struct WeightScales {
-  const float* first;
-  uint32_t second;
+// A tile whose products are done, and whose slot is given back.
+struct TileResult {
+  uint32_t block, column, rows, expert, pieces, turn;
+  bool failed;
 };
 
 // One tile's products into `sums`. `kPieces` pieces of 128 columns a warpgroup: 2 for a tall tile, 1 for a short one, of
-// which `active_pieces` exist. `kGroups` scale groups of K a stage. `on_first_stage()` runs once the tile's rows are there.
+// which those before `tile.pieces` exist. `kGroups` scale groups of K a stage. `on_first_stage()` runs once the tile's rows are there.
 template <TileWork kWork, uint32_t kPieces, uint32_t kGroups, class Shared, class OnFirstStage>
-MEGAMOE_FN void multiply_tile(Shared& shared, RingPosition<kStages>& stage, uint32_t depth, uint32_t active_pieces,
-                              const WeightScales& scales, OnFirstStage on_first_stage,
-                              float (&sums)[kPieces * kSumsPerPiece]) {
+MEGAMOE_FN void multiply_tile(Shared& shared, RingPosition<kStages>& stage, const TileSlot& tile,
+                              OnFirstStage on_first_stage, float (&sums)[kPieces * kSumsPerPiece]) {
   constexpr bool tall = kPieces == 2;
   const ThreadPlace place = ThreadPlace::here();
   const uint32_t fragment = fragment_offset(place.warp_row(tall), place.lane);
   const uint32_t first_row = place.first_row(tall);
+  const uint32_t first_piece = tall ? 0 : place.warpgroup;
   const bool first_lane = place.lane == 0;
 #pragma unroll
   for (uint32_t i = 0; i < kPieces * kSumsPerPiece; ++i) sums[i] = 0.0f;
-  const uint32_t first_piece = tall ? 0 : place.warpgroup;
-  for (uint32_t k = 0; k < depth; ++k) {
-    const float first = __ldg(scales.first + k), second = __ldg(scales.first + scales.second + k);
+  for (uint32_t k = 0; k < tile.depth; ++k) {
     const uint32_t slot = stage.slot();
     wait_barrier(&shared.full[slot], stage.parity());
     if (k == 0) on_first_stage();
@@ -56,9 +53,8 @@ MEGAMOE_FN void multiply_tile(Shared& shared, RingPosition<kStages>& stage, uint
     const uint32_t columns = shared_address(shared.columns[slot]) + first_piece * kPieceN * kBlockK;
 #pragma unroll
     for (uint32_t piece = 0; piece < kPieces; ++piece) {
-      if (kWork == TileWork::l2 && piece >= active_pieces) break;
-      const float even = kWork == TileWork::l1 || piece == 0 ? first : second;
-      const float odd = kWork == TileWork::l2 && piece == 0 ? first : second;
+      const bool last_piece = kWork == TileWork::l1 ? piece + 1 == kPieces : first_piece + piece + 1 >= tile.pieces;
+      if (kWork == TileWork::l2 && first_piece + piece >= tile.pieces) break;
 #pragma unroll
       for (uint32_t group = 0; group < kGroups; ++group) {
         constexpr uint32_t steps = kStepsPerStage / kGroups;
@@ -71,10 +67,14 @@ MEGAMOE_FN void multiply_tile(Shared& shared, RingPosition<kStages>& stage, uint
                                                 (group * steps + step) * kProductDepth),
                               step > 0);
         wgmma_commit();
+        wgmma_wait();
+        // Only now: beside the accumulators and fragments there is no register to hold these meanwhile.
         const float* row_scales = &shared.row_scales[slot][group][first_row];
         const float upper = row_scales[0], lower = row_scales[8];
-        wgmma_wait();
-        if (piece + 1 == active_pieces && group + 1 == kGroups && first_lane) arrive(&shared.empty[slot]);
+        const float even = tile.scales[kWork == TileWork::l1 ? 0 : first_piece + piece][k];
+        const float odd = kWork == TileWork::l1 ? tile.scales[1][k] : even;
+        __syncwarp();
+        if (last_piece && group + 1 == kGroups && first_lane) arrive(&shared.empty[slot]);
         const float scale[2][2] = {{__fmul_rn(upper, even), __fmul_rn(upper, odd)},
                                    {__fmul_rn(lower, even), __fmul_rn(lower, odd)}};
 #pragma unroll
@@ -84,7 +84,7 @@ MEGAMOE_FN void multiply_tile(Shared& shared, RingPosition<kStages>& stage, uint
         }
       }
     }
-    if (kWork == TileWork::l2 && active_pieces == 0 && first_lane) arrive(&shared.empty[slot]);
+    if (kWork == TileWork::l2 && first_piece >= tile.pieces && first_lane) arrive(&shared.empty[slot]);
     stage.advance();
   }
 }

@@ -7,7 +7,7 @@
 namespace megamoe::sm90 {
 
 constexpr uint32_t kScalesPerLoad = 4;      // one 16-byte load
-constexpr uint32_t kScaleLoads = 4;         // in flight in each lane
+constexpr uint32_t kScaleLoads = 2;         // in flight in each lane
 constexpr uint32_t kScaleLanes = kWarpThreads / kRowsPerPull;
 
 // Copies in flight, and the bytes of one: longer rows are copied in pieces.
