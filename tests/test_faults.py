@@ -29,7 +29,7 @@ from tests.layers import (
 )
 
 ABORTED = r"the group is aborted since epoch {epoch}: y is NaN from there on, later launches end at once, and reset\(\)"
-AT_ONCE_S = 0.3
+AT_ONCE_S = 0.5
 
 
 @contextmanager
@@ -204,19 +204,19 @@ def test_a_rank_may_be_late() -> None:
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_the_record_names_the_cause_when_others_came_late(workers: int) -> None:
-    """Rank 1 comes at 0.4 s, rank 2 never: a wait that hangs on these must not speak first, nor the deadline grow."""
+    """Rank 1 comes at 1.2 s, rank 2 never: a wait that hangs on these must not speak first, nor the deadline grow."""
     config = small_config(3)
-    with opened(config, workers=workers, timeout_s=0.8) as buffers:
+    with opened(config, workers=workers, timeout_s=1.5) as buffers:
         batches, weights = draw_batches(config, [8, 8, 8]), draw_weights(config)
         ys = [batch.fill(buffer) for batch, buffer in zip(batches, buffers.ranks, strict=True)]
         began = time.monotonic()
         megamoe.fp8_mega_moe(ys[0], *weights[0], buffers.ranks[0])
-        time.sleep(0.4)
+        time.sleep(1.2)
         megamoe.fp8_mega_moe(ys[1], *weights[1], buffers.ranks[1])
         with pytest.raises(MegaMoEFault) as caught:
             buffers.ranks[0].check()
-        assert time.monotonic() - began < 0.8 + 0.4
-        assert str(caught.value).startswith("rank 0 waited 0.8 s for rank 2 to publish its routes for epoch 1")
+        assert time.monotonic() - began < 1.5 + 0.8
+        assert re.match(r"rank 0 waited 1\.[5-9] s for rank 2 to publish its routes for epoch 1", str(caught.value))
 
 
 @pytest.mark.parametrize("workers", [1, 3])
