@@ -510,10 +510,22 @@ def dropped_while_it_runs(me: Rank) -> str:
     y = launch(buffers.ranks[0], batches)
     child = os.fork()
     if child == 0:  # has the objects, not their threads
-        del buffers
-        gc.collect()
-        os._exit(3)
-    wait_for(lambda: os.waitpid(child, os.WNOHANG)[0] == child, "the end of the forked child", 5)
+        try:
+            launch(buffers.ranks[1], batches)
+        except ValueError as error:
+            del buffers
+            gc.collect()
+            os._exit(3 if "a forked child cannot launch" in str(error) else 1)
+        os._exit(2)
+    ended: list[int] = []
+
+    def child_ended() -> bool:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        ended.append(os.waitstatus_to_exitcode(status) if pid else -1)
+        return pid == child
+
+    wait_for(child_ended, "the end of the forked child", 5)
+    assert ended[-1] == 3
     with pytest.raises(MegaMoEFault, match="for rank 1 to publish its routes"):
         buffers.check()
     buffers.reset()

@@ -157,6 +157,8 @@ class HostStream:
         """Queue a launch and return its ticket; ``keep_alive`` is held until it has ended."""
         if self._handle is None:
             raise ValueError("stream: got a closed HostStream, expected an open one")
+        if self._pid != os.getpid():
+            raise ValueError(f"stream: got one whose threads are in process {self._pid}: a forked child cannot launch")
         ticket = int(self._library.megamoe_launch(self._handle, rank.handle, ctypes.byref(arguments)))
         self._kept.append((ticket, keep_alive))
         self.last_ticket = ticket
