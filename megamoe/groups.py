@@ -21,11 +21,13 @@ class VirtualGroup:
         num_ranks: 1 to 72.
         target: ``host`` or ``sm90``.
         num_workers: host target only: worker threads of each rank.
+        num_gpus: sm90 target only: GPUs to spread the ranks over; None means all there are.
     """
 
     num_ranks: int
     target: str = "host"
     num_workers: int = 1
+    num_gpus: int | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_ranks <= MAX_RANKS:
@@ -83,6 +85,10 @@ class LocalGroup:
     @property
     def num_workers(self) -> int:
         return self.virtual.num_workers
+
+    @property
+    def num_gpus(self) -> int | None:
+        return self.virtual.num_gpus
 
     def all_gather(self, value: Any) -> list[Any]:
         return [value]

@@ -34,15 +34,17 @@ MEGAMOE_FN TileOrder tile_order(const Context& context, uint32_t num_blocks) {
   return {num_blocks, l1_tiles, l2_tiles, kGroupBlocks, kGroupLag};
 }
 
+template <class T>
+MEGAMOE_FN void copy_together(T& to, const T& from) {
+  auto* words = reinterpret_cast<uint64_t*>(&to);
+  const auto* source = reinterpret_cast<const uint64_t*>(&from);
+  for (uint32_t i = threadIdx.x; i < sizeof(T) / 8; i += kThreads) words[i] = source[i];
+}
+
 MEGAMOE_FN void set_up(const GroupArguments& group, const RankArguments& mine, Shared& shared) {
-  const auto copy = [](auto& to, const auto& from) {
-    auto* words = reinterpret_cast<uint64_t*>(&to);
-    const auto* source = reinterpret_cast<const uint64_t*>(&from);
-    for (uint32_t i = threadIdx.x; i < sizeof(to) / 8; i += kThreads) words[i] = source[i];
-  };
-  copy(shared.problem, group.problem);
-  copy(shared.layout, group.layout);
-  copy(shared.launch, mine.launch);
+  copy_together(shared.problem, group.problem);
+  copy_together(shared.layout, group.layout);
+  copy_together(shared.launch, mine.launch);
   if (threadIdx.x == 0) {
     for (uint32_t stage = 0; stage < kStages; ++stage) {
       init_barrier(&shared.full[stage], 2);  // the columns' bytes and the rows'
@@ -71,7 +73,7 @@ MEGAMOE_FN Entered enter(const Context& context, const LaunchArguments& launch) 
   const Entry entry = enter_launch(mine, launch_identity(launch), worker.count);
   const int64_t tokens = given_tokens(launch);
   if (entry == Entry::run && worker.index == 0 && tokens != int64_t(context.num_tokens))
-    record_fault(mine, {FaultKind::token_count, WaitFor::nothing, context.rank, 0, context.problem->max_tokens,
+    record_fault(mine, {FaultKind::token_count, WaitFor::nothing, context.rank, 0, launch.num_tokens,
                         uint64_t(tokens), 0});
   return {mine.epoch, entry, aborted(mine)};
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 
 from megamoe import abi
-from megamoe.config import MegaMoEConfig
+from megamoe.config import L2_SF_GRANULARITY_CHOICES, SCALE_BLOCK, MegaMoEConfig
 from megamoe.jit import CubinArtifact, compile_cubin, csrc_dir
 from megamoe.layout import (
     BUFFER_LAYOUT_STRUCT,
@@ -28,12 +29,20 @@ from megamoe.layout import (
     cpp_header,
     problem_struct,
 )
+from megamoe.targets.wgmma import wgmma_header
 
 PROOF_KERNEL = "megamoe_protocol_proof"
 IDENTITY_KERNEL = "megamoe_grid_identity"
 PROOF_THREADS = 128
 PROOF_SHARED_BYTES = 168 * 1024
 """Dynamic shared memory of the proof kernel; the source asserts that its plan fits."""
+FUSED_KERNEL = "megamoe_fused"
+FUSED_THREADS = 384
+FUSED_SHARED_BYTES = 232448
+"""Dynamic shared memory of the fused kernel: all that a CTA can have; the source asserts that its plan fits."""
+SHARED_BYTES = {PROOF_KERNEL: PROOF_SHARED_BYTES, FUSED_KERNEL: FUSED_SHARED_BYTES}
+ROLE_NAMES: tuple[str, ...] = ()
+"""Roles whose time a launch reports: none, the production kernel keeps no clock."""
 
 GROUP_ARGUMENTS_STRUCT = abi.declare(
     "GroupArguments",
@@ -50,6 +59,7 @@ RANK_ARGUMENTS_STRUCT = abi.declare(
         ),
         abi.Field("host_status", "u64", comment="address of this rank's HostStatus, host-mapped"),
         abi.Field("launch", "LaunchArguments", comment="launch.launch 0: the grid's own number is the identity"),
+        abi.Field("maps", "u64", comment="address of this rank's TensorMaps (csrc/sm90/roles/load.hpp), or 0"),
         abi.Field("rank", "u32"),
         abi.Field("reserved", "u32"),
     ),
@@ -68,12 +78,22 @@ def generated_headers() -> dict[str, str]:
             "namespace megamoe {",
             GROUP_ARGUMENTS_STRUCT.cpp,
             RANK_ARGUMENTS_STRUCT.cpp,
+            "#if defined(MEGAMOE_RANKS_HERE)",
+            "struct RankTable {  // kernel parameter: the ranks of this grid",
+            "  RankArguments ranks[MEGAMOE_RANKS_HERE];",
+            "};",
+            "#endif",
             f"constexpr uint32_t kProofSharedBytes = {PROOF_SHARED_BYTES};",
+            f"constexpr uint32_t kFusedSharedBytes = {FUSED_SHARED_BYTES};",
             "}  // namespace megamoe",
             "",
         ]
     )
-    return {"buffer_layout.hpp": cpp_header(), "sm90_arguments.hpp": arguments}
+    return {
+        "buffer_layout.hpp": cpp_header(),
+        "sm90_arguments.hpp": arguments,
+        "wgmma_fp8.hpp": wgmma_header(),
+    }
 
 
 def extra_options() -> tuple[str, ...]:
@@ -81,17 +101,35 @@ def extra_options() -> tuple[str, ...]:
     return tuple(os.environ.get("MEGAMOE_SM90_OPTIONS", "").split())
 
 
-def build(name: str = "protocol_proof", *, compiler: str | None = None) -> CubinArtifact:
+def build(name: str = "protocol_proof", *, options: Sequence[str] = (), compiler: str | None = None) -> CubinArtifact:
     """Compile ``csrc/sm90/<name>.cu``, or find it in the cache. ``kernels`` of the result says what each one uses."""
     folder = csrc_dir()
     return compile_cubin(
         name,
         folder / "sm90" / f"{name}.cu",
         generated=generated_headers(),
-        options=extra_options(),
+        options=(*options, *extra_options()),
         include_dirs=(folder / "sm90", folder / "protocol"),
         compiler=compiler,
     )
+
+
+def build_fused(
+    ranks_here: int, l2_sf_granularity: int, bring_up: bool, *, compiler: str | None = None
+) -> CubinArtifact:
+    """Compile the fused kernel.
+
+    Args:
+        ranks_here: ranks that one grid runs.
+        l2_sf_granularity: 64 or 128.
+        bring_up: with stages and debug views; False is the production kernel.
+    """
+    options = (
+        f"-DMEGAMOE_RANKS_HERE={ranks_here}",
+        f"-DMEGAMOE_SCALE_GROUPS={SCALE_BLOCK // l2_sf_granularity}",
+        f"-DMEGAMOE_BRING_UP={int(bring_up)}",
+    )
+    return build("fused", options=options, compiler=compiler)
 
 
 def resource_faults(artifact: CubinArtifact) -> list[str]:
@@ -112,10 +150,25 @@ def build_all(report: Callable[[str], None] = print) -> None:
     Raises:
         RuntimeError: a kernel uses what none may use.
     """
-    artifact = build("protocol_proof")
-    for name, used in artifact.kernels.items():
-        report(f"sm90: {name}: {used.registers} registers ({artifact.compiler})")
-    if faults := resource_faults(artifact):
+    variants = [
+        (
+            f"{ranks} ranks, granularity {granularity}, {'bring-up' if bring_up else 'production'}",
+            lambda ranks=ranks, granularity=granularity, bring_up=bring_up: build_fused(ranks, granularity, bring_up),
+        )
+        for ranks in (1, 2, 4, 8)
+        for granularity in L2_SF_GRANULARITY_CHOICES
+        for bring_up in (False, True)
+    ]
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        built = list(pool.map(lambda variant: (variant[0], variant[1]()), [("proof", build), *variants]))
+    faults = []
+    for label, artifact in built:
+        for name, used in artifact.kernels.items():
+            report(
+                f"sm90: {name} ({label}): {used.registers} registers, {artifact.seconds:.1f} s ({artifact.compiler})"
+            )
+        faults += resource_faults(artifact)
+    if faults:
         raise RuntimeError("; ".join(faults))
 
 
@@ -217,9 +270,7 @@ class Module:
             raise ValueError("devices: got none, expected at least one GPU")
         with on_device(self._devices[0]):
             self._library = _call("cuLibraryLoadData", self._image, [], [], 0, [], [], 0)
-        self.kernels = {
-            name: self._load(name, PROOF_SHARED_BYTES if name == PROOF_KERNEL else 0) for name in cubin.kernels
-        }
+        self.kernels = {name: self._load(name, SHARED_BYTES.get(name, 0)) for name in cubin.kernels}
 
     def _load(self, name: str, shared_bytes: int) -> dict[int, Kernel]:
         handle = _call("cuLibraryGetKernel", self._library, name.encode())
@@ -285,3 +336,26 @@ class RankTable:
         stream.synchronize()
         self.num_ranks = len(entries)
         self.address = self._memory.data_ptr()
+
+
+@cache
+def rank_table_type(num_ranks: int) -> Any:
+    """The ctypes array that is the ``RankTable`` parameter of a grid of ``num_ranks`` ranks."""
+    return RANK_ARGUMENTS_STRUCT.ctype * num_ranks
+
+
+@cache
+def _fused_module(device: int, ranks_here: int, l2_sf_granularity: int, bring_up: bool) -> Module:
+    return Module(build_fused(ranks_here, l2_sf_granularity, bring_up), [device])
+
+
+def fused_kernel(device: int, ranks_here: int, l2_sf_granularity: int, bring_up: bool) -> Kernel:
+    """The fused kernel for a GPU, built and loaded at first use."""
+    return _fused_module(device, ranks_here, l2_sf_granularity, bring_up).kernels[FUSED_KERNEL][device]
+
+
+def open_ranks(group: Any, layout: Any, max_workers: int | None = None) -> Any:
+    """Allocate the group's buffers and return the ranks that live here: see ``megamoe.targets.sm90_ranks``."""
+    from megamoe.targets import sm90_ranks
+
+    return sm90_ranks.open_ranks(group, layout, max_workers)

@@ -46,23 +46,23 @@ MEGAMOE_FN void multiply_tile(Shared& shared, RingPosition<kStages>& stage, cons
     const uint32_t slot = stage.slot();
     wait_barrier(&shared.full[slot], stage.parity());
     if (k == 0) on_first_stage();
-    uint32_t fragments[kStepsPerStage][4];
     const uint32_t rows = shared_address(shared.rows[slot]) + fragment;
-#pragma unroll
-    for (uint32_t step = 0; step < kStepsPerStage; ++step) load_row_fragment(fragments[step], rows, step);
     const uint32_t columns = shared_address(shared.columns[slot]) + first_piece * kPieceN * kBlockK;
 #pragma unroll
-    for (uint32_t piece = 0; piece < kPieces; ++piece) {
-      const bool last_piece = kWork == TileWork::l1 ? piece + 1 == kPieces : first_piece + piece + 1 >= tile.pieces;
-      if (kWork == TileWork::l2 && first_piece + piece >= tile.pieces) break;
+    for (uint32_t group = 0; group < kGroups; ++group) {
+      constexpr uint32_t steps = kStepsPerStage / kGroups;
+      uint32_t fragments[steps][4];  // read once for all pieces
 #pragma unroll
-      for (uint32_t group = 0; group < kGroups; ++group) {
-        constexpr uint32_t steps = kStepsPerStage / kGroups;
+      for (uint32_t step = 0; step < steps; ++step) load_row_fragment(fragments[step], rows, group * steps + step);
+#pragma unroll
+      for (uint32_t piece = 0; piece < kPieces; ++piece) {
+        const bool last_piece = kWork == TileWork::l1 ? piece + 1 == kPieces : first_piece + piece + 1 >= tile.pieces;
+        if (kWork == TileWork::l2 && first_piece + piece >= tile.pieces) break;
         float part[kSumsPerPiece];
         wgmma_fence();
 #pragma unroll
         for (uint32_t step = 0; step < steps; ++step)
-          Wgmma<kPieceN>::run(part, fragments[group * steps + step],
+          Wgmma<kPieceN>::run(part, fragments[step],
                               matrix_descriptor(columns + piece * kPieceN * kBlockK +
                                                 (group * steps + step) * kProductDepth),
                               step > 0);
