@@ -1,0 +1,1 @@
+"""What the phase scripts share: ranks, inputs, launches, the comparison of views, cases and their record."""

@@ -1,0 +1,227 @@
+"""Buffers and launches of a step. Every launch starts from poisoned views: nothing old can pass for an answer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from megamoe import (
+    DebugWindow,
+    L1Weights,
+    L2Weights,
+    MegaMoEConfig,
+    MegaMoEFault,
+    Schedule,
+    Stage,
+    SymmBuffer,
+    VirtualSymmBuffer,
+    get_symm_buffer_for_mega_moe,
+    launch_mega_moe,
+)
+from megamoe.inspect import describe_counters
+from megamoe.reference import RankInputs
+from phases.support.inputs import Tokens, make_weights
+from phases.support.ranks import Ranks
+
+STEP_TIMEOUT_S = 5.0
+POISONED = (
+    "l1_acts",
+    "l1_acts_sf",
+    "l1_topk_weights",
+    "token_src_metadata",
+    "l1_accum_debug",
+    "l2_acts",
+    "l2_acts_sf",
+    "combine",
+)
+"""What a launch writes with data, not with counters: all bits set before it, which is NaN in every float there is."""
+
+SIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def as_bits(values: Tensor) -> Tensor:
+    """The same memory as integers that torch can index, fill and compare."""
+    return values.view(SIGNED[values.element_size()])
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One ended launch of all ranks.
+
+    Attributes:
+        config, stage: what ran.
+        inputs: every rank's inputs, also of ranks in other processes.
+        buffers, y, windows: by rank, of the ranks in this process.
+        weights_kind: see ``inputs.natural_weights``.
+    """
+
+    config: MegaMoEConfig
+    stage: Stage
+    inputs: Sequence[RankInputs]
+    buffers: Mapping[int, SymmBuffer]
+    y: Mapping[int, Tensor]
+    windows: Mapping[int, DebugWindow]
+    weights_kind: str
+    activation_clamp: float | None
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(given.num_tokens for given in self.inputs)
+
+
+@dataclass
+class Launcher:
+    """Opens each buffer once, keeps the weights of the ranks here, and launches on all of them."""
+
+    ranks: Ranks
+    _buffers: dict[MegaMoEConfig, SymmBuffer | VirtualSymmBuffer] = field(default_factory=dict)
+    _weights: dict[tuple[object, ...], tuple[L1Weights, L2Weights]] = field(default_factory=dict)
+
+    def buffers(self, config: MegaMoEConfig) -> dict[int, SymmBuffer]:
+        """By rank, of the ranks here. Collective at the first call for a config."""
+        if config not in self._buffers:
+            self._buffers[config] = open_buffer(self.ranks, config)
+        opened = self._buffers[config]
+        return {buffer.rank: buffer for buffer in (opened.ranks if isinstance(opened, VirtualSymmBuffer) else [opened])}
+
+    def weights(self, config: MegaMoEConfig, rank: int, kind: str = "normal") -> tuple[L1Weights, L2Weights]:
+        shape = (config.num_experts, config.num_ranks, config.hidden, config.intermediate_hidden, rank, kind)
+        if shape not in self._weights:
+            self._weights[shape] = make_weights(config, rank, kind)
+        return self._weights[shape]
+
+    def launch(
+        self,
+        config: MegaMoEConfig,
+        tokens: Sequence[Tokens],
+        stage: Stage = Stage.COMBINE,
+        *,
+        windows: Mapping[int, DebugWindow] | None = None,
+        weights_kind: str = "normal",
+        activation_clamp: float | None = None,
+        count_on_device: bool = False,
+    ) -> Launch:
+        """`start`, then wait for every rank.
+
+        Raises:
+            MegaMoEFault: after the counters of every rank here were printed.
+        """
+        launch = self.start(
+            config,
+            tokens,
+            stage,
+            windows=windows,
+            weights_kind=weights_kind,
+            activation_clamp=activation_clamp,
+            count_on_device=count_on_device,
+        )
+        wait(launch.buffers.values())
+        return launch
+
+    def start(
+        self,
+        config: MegaMoEConfig,
+        tokens: Sequence[Tokens],
+        stage: Stage = Stage.COMBINE,
+        *,
+        windows: Mapping[int, DebugWindow] | None = None,
+        weights_kind: str = "normal",
+        activation_clamp: float | None = None,
+        count_on_device: bool = False,
+    ) -> Launch:
+        """Poison and fill every rank's views and launch every rank, without waiting.
+
+        Args:
+            tokens: of every rank; those of the ranks here are used.
+            windows: of L1 accumulators to write, by rank; None: no debug output.
+            count_on_device: give y the buffer's capacity and the number of tokens as an int32 tensor.
+        """
+        buffers = self.buffers(config)
+        weights = {rank: self.weights(config, rank, weights_kind) for rank in buffers}
+        # Ranks that are late because they still compare must not look like ranks that hang; and no rank may poison
+        # what another one still reads.
+        self.ranks.barrier()
+        y, words = {}, {}
+        for rank, buffer in buffers.items():
+            poison(buffer)
+            given = tokens[rank]
+            buffer.fill(given.x, given.topk_idx, given.topk_weights)
+            rows = config.num_max_tokens_per_rank if count_on_device else given.num_tokens
+            y[rank] = torch.full((rows, config.hidden), torch.nan, dtype=torch.bfloat16, device=buffer.device)
+            words[rank] = torch.tensor([given.num_tokens], dtype=torch.int32, device=buffer.device)
+        for rank, buffer in buffers.items():
+            launch_mega_moe(
+                y[rank],
+                *weights[rank],
+                buffer,
+                activation_clamp=activation_clamp,
+                num_tokens=words[rank] if count_on_device else None,
+                stage=stage,
+                debug=None if windows is None else windows[rank],
+            )
+        return Launch(
+            config=config,
+            stage=stage,
+            inputs=[given.quantised() for given in tokens],
+            buffers=buffers,
+            y=y,
+            windows=windows or {},
+            weights_kind=weights_kind,
+            activation_clamp=activation_clamp,
+        )
+
+    def close(self, config: MegaMoEConfig | None = None) -> None:
+        """Close the buffer of a config, or all."""
+        for closing in [config] if config is not None else list(self._buffers):
+            self._buffers.pop(closing).close()
+
+
+def open_buffer(ranks: Ranks, config: MegaMoEConfig) -> SymmBuffer | VirtualSymmBuffer:
+    """The buffer of a group for a config. Collective."""
+    opened: SymmBuffer | VirtualSymmBuffer = get_symm_buffer_for_mega_moe(
+        ranks.group,
+        config.num_experts,
+        config.num_max_tokens_per_rank,
+        config.num_topk,
+        config.hidden,
+        config.intermediate_hidden,
+        l2_sf_granularity=config.l2_sf_granularity,
+        pool_rows=config.pool_rows,
+        timeout_s=float(os.environ.get("MEGAMOE_TIMEOUT_S", STEP_TIMEOUT_S)),
+        schedule=Schedule(config.block_m, config.l1_block_n, config.l2_block_n),
+    )
+    if opened.config != config:
+        raise ValueError(f"the buffer's config is {opened.config}, expected {config}: is MEGAMOE_CONFIG set?")
+    return opened
+
+
+def poison(buffer: SymmBuffer) -> None:
+    """Set all bits of what a launch writes. Not while a launch of any rank is under way."""
+    buffer.topk_idx.zero_()  # a valid expert: rows beyond the launch's tokens must not be looked at
+    for name in POISONED:
+        as_bits(buffer.view(name)).fill_(0xFF if name in ("l1_acts", "l2_acts") else -1)
+
+
+def wait(buffers: Iterable[SymmBuffer]) -> None:
+    """Wait for every rank here; after a fault say what each of them had counted, and raise the first one."""
+    first: MegaMoEFault | None = None
+    opened = list(buffers)
+    for buffer in opened:
+        try:
+            buffer.check()
+        except MegaMoEFault as fault:
+            first = first or fault
+            print(f"rank {buffer.rank}: {fault}", flush=True)
+    if first is None:
+        return
+    for buffer in opened:
+        print(describe_counters(buffer), flush=True)
+    raise first
+
+
+def with_schedule(config: MegaMoEConfig, block_m: int, l1_block_n: int, l2_block_n: int) -> MegaMoEConfig:
+    return replace(config, block_m=block_m, l1_block_n=l1_block_n, l2_block_n=l2_block_n)

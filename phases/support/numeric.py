@@ -1,0 +1,153 @@
+"""Launches a workload up to a phase's stage and compares every view that the phase lists."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+from torch import Tensor
+
+from megamoe import DebugWindow, Stage
+from megamoe.config import ACCUM_DEBUG_EDGE, MegaMoEConfig
+from megamoe.reference import BOUNDS, Pool
+from phases.support.checks import CaseChecks
+from phases.support.inputs import Workload, make_tokens
+from phases.support.launches import Launch, as_bits
+from phases.support.oracle import UNQUANTISED, Expected, RankOracle, RankReference, layer_answers
+from phases.support.runner import Phase, Variant
+from phases.support.view_specs import ORACLE, ViewSpec
+from phases.support.workloads import numeric_cases
+
+_EMPTY_WITH = {"all": "", "tokens": "tokens", "routes": "routes", "window": "routes", "slots": "routes"}
+
+
+def numeric_variants(phase: Phase) -> dict[str, list[Variant]]:
+    """The cases that all phases from 2 on share."""
+    return {
+        case: [Variant(work.name, partial(run_workload, work=work)) for work in works]
+        for case, works in numeric_cases(phase.ranks.num_ranks, phase.stage).items()
+    }
+
+
+def run_workload(phase: Phase, checks: CaseChecks, *, work: Workload) -> None:
+    """Launch a workload and compare; in the phase of the L1 accumulators once for the last and once for another window.
+    The first one is a matter of the case ``windows``."""
+    comparison = WorkloadComparison(phase, checks, work)
+    for window in (1, 2) if phase.stage is Stage.L1_GEMM else (1,):
+        comparison.launch_and_compare(window)
+
+
+class WorkloadComparison:
+    """A workload with its oracle on every rank here."""
+
+    def __init__(self, phase: Phase, checks: CaseChecks, work: Workload) -> None:
+        self.phase, self.checks, self.work = phase, checks, work
+        self.tokens = make_tokens(work)
+        self.inputs = [given.quantised() for given in self.tokens]
+        self.references = {
+            rank: RankReference(
+                work.config,
+                self.inputs,
+                rank,
+                phase.launcher.weights(work.config, rank, work.weights_kind),
+                work.activation_clamp,
+            )
+            for rank in phase.ranks.local
+        }
+
+    def launch_and_compare(self, window: int = 0) -> Launch:
+        """One launch and its views. ``window``: number of the window of L1 accumulators, see `all_windows`."""
+        phase, work = self.phase, self.work
+        windows = None
+        if "l1_accum_debug" in phase.views:
+            windows = {
+                rank: choose_window(work.config, reference.pool, window) for rank, reference in self.references.items()
+            }
+        launch = phase.launcher.launch(
+            work.config,
+            self.tokens,
+            phase.stage,
+            windows=windows,
+            weights_kind=work.weights_kind,
+            activation_clamp=work.activation_clamp,
+        )
+        compare_views(phase, self.checks, launch, work, self.references)
+        return launch
+
+
+def all_windows(config: MegaMoEConfig, pool: Pool) -> list[DebugWindow]:
+    """Every 128x128 window of the L1 product that holds a row in use: the first, the last, the middle one, the others.
+    The first of an empty pool."""
+    row_blocks = sorted(set((pool.rows // ACCUM_DEBUG_EDGE).tolist())) or [0]
+    columns = range(config.l1_columns // ACCUM_DEBUG_EDGE)
+    windows = [DebugWindow(row, column) for row in row_blocks for column in columns]
+    first, last, middle = windows[0], windows[-1], windows[len(windows) // 2]
+    return list(dict.fromkeys([first, last, middle, *windows]))
+
+
+def choose_window(config: MegaMoEConfig, pool: Pool, number: int) -> DebugWindow:
+    windows = all_windows(config, pool)
+    return windows[number % len(windows)]
+
+
+def compare_views(
+    phase: Phase, checks: CaseChecks, launch: Launch, work: Workload, references: Mapping[int, RankReference]
+) -> None:
+    """Compare every view of the phase on every rank here. Collective where y is among them."""
+    answers = _layer_answers(phase, launch)
+    for reference in references.values():
+        oracle = RankOracle(launch, reference)
+        rank = oracle.rank
+        phase.coverage.add(launch, oracle)
+        if launch.windows:
+            phase.coverage.add_window(launch, oracle)
+        for spec in phase.views.values():
+            _compare_view(checks, launch, work, oracle, spec, answers)
+        if launch.stage >= Stage.L2_GEMM:
+            unwritten = as_bits(oracle.unwritten_slots())
+            checks.require(
+                bool((unwritten == -1).all()), f"rank {rank}: combine was written in a slot that no route names"
+            )
+
+
+def _layer_answers(phase: Phase, launch: Launch) -> Mapping[str, Mapping[int, Tensor]]:
+    """y by the oracle for what views.yaml compares it with, on every rank here."""
+    if "y" not in phase.views:
+        return {}
+    sources = phase.views["y"].compare
+    answers = {}
+    if ORACLE in sources:
+        answers[ORACLE] = layer_answers(launch, phase.launcher)
+    enough = max((given.num_tokens for given in launch.inputs), default=0)
+    if UNQUANTISED in sources and enough >= BOUNDS[sources[UNQUANTISED]].min_rows:
+        answers[UNQUANTISED] = layer_answers(launch, phase.launcher, quantize_hidden=False)
+    return answers
+
+
+def _compare_view(
+    checks: CaseChecks,
+    launch: Launch,
+    work: Workload,
+    oracle: RankOracle,
+    spec: ViewSpec,
+    answers: Mapping[str, Mapping[int, Tensor]],
+) -> None:
+    rank, num_tokens = oracle.rank, oracle.own.num_tokens
+    whole = launch.y[rank] if spec.name == "y" else launch.buffers[rank].view(spec.name)
+    for error in spec.layout_errors(whole, launch.config, num_tokens):
+        checks.require(False, f"rank {rank}: {error}")
+    actual = oracle.select(spec.name, spec.rows)
+    for against, bound in spec.bounds(all_positive=work.all_positive).items():
+        if num_tokens < BOUNDS[bound].min_rows:
+            continue  # a statement about averages
+        expected = Expected(answers[against][rank]) if against in answers else oracle.expected(spec.name, against)
+        checks.compare(
+            spec.name,
+            bound,
+            actual,
+            expected.values,
+            magnitude=expected.magnitude,
+            rank=rank,
+            against=against,
+            expect_empty=_EMPTY_WITH[spec.rows] in work.empty,
+        )

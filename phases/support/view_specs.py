@@ -1,0 +1,121 @@
+"""``phases/phaseN/views.yaml``: for each view its dtype, shape, strides, valid rows and comparison.
+
+``extends: N`` takes over the views of phase N. A view has
+
+- ``dtype``: e4m3, bf16, f32, u32, i64 or u64;
+- ``shape``, ``strides`` (in elements): expressions over the config, and ``num_tokens`` of the launch;
+- ``rows``: which of it is valid: ``all``, ``tokens``, ``routes`` (the pool rows in use), ``window`` (those of the debug
+  window), ``slots`` (the partial results that this rank's experts owe the sources);
+- ``compare``: name of a bound of ``megamoe.reference``; a mapping from target to such a name where targets differ; or a
+  mapping ``against: {source: bound}`` where a view is compared with several things;
+- ``all_positive`` (optional): the same, instead of ``compare``, where every product is positive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor
+
+from megamoe.config import MegaMoEConfig
+from megamoe.quant import describe
+from megamoe.reference import BOUNDS
+from phases.support.expressions import config_values, evaluate
+
+DTYPES = {
+    "e4m3": torch.float8_e4m3fn,
+    "bf16": torch.bfloat16,
+    "f32": torch.float32,
+    "u32": torch.uint32,
+    "i64": torch.int64,
+    "u64": torch.uint64,
+}
+ROWS = ("all", "tokens", "routes", "window", "slots")
+ORACLE = "oracle"
+_FIELDS = {"dtype", "shape", "strides", "rows", "compare"}
+
+
+@dataclass(frozen=True)
+class ViewSpec:
+    """One view, as views.yaml has it. ``compare``: what it is compared with -> name of the bound."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int | str, ...]
+    strides: tuple[int | str, ...]
+    rows: str
+    compare: Mapping[str, str]
+    compare_positive: Mapping[str, str]
+
+    def bounds(self, *, all_positive: bool) -> Mapping[str, str]:
+        return self.compare_positive if all_positive else self.compare
+
+    def layout_errors(self, view: Tensor, config: MegaMoEConfig, num_tokens: int) -> list[str]:
+        """What is wrong with a tensor's dtype, shape and strides; [] when nothing is."""
+        values = {**config_values(config), "num_tokens": num_tokens}
+        shape = [evaluate(size, values) for size in self.shape]
+        strides = [evaluate(stride, values) for stride in self.strides]
+        errors = []
+        if view.dtype != self.dtype or list(view.shape) != shape:
+            errors.append(f"{self.name}: got {describe(view)}, expected {self.dtype} {shape}")
+        # A stride says nothing where there is at most one element along it.
+        elif view.numel() and any(
+            size > 1 and got != want for size, got, want in zip(shape, view.stride(), strides, strict=True)
+        ):
+            errors.append(f"{self.name}: got strides {list(view.stride())}, expected {strides}")
+        return errors
+
+
+def _bounds(path: Path, name: str, value: Any, target: str) -> Mapping[str, str]:
+    if isinstance(value, dict) and set(value) == {"against"}:
+        sources = value["against"]
+    else:
+        sources = {ORACLE: value}
+    chosen = {}
+    for source, bound in sources.items():
+        if isinstance(bound, dict):
+            bound = bound.get(target)
+        if bound not in BOUNDS:
+            raise ValueError(f"{path}: {name}: no bound for target {target}: expected one of {list(BOUNDS)}")
+        chosen[source] = bound
+    return chosen
+
+
+def _view(path: Path, name: str, entry: Any, target: str) -> ViewSpec:
+    if not isinstance(entry, dict) or not _FIELDS <= set(entry) <= {*_FIELDS, "all_positive"}:
+        raise ValueError(f"{path}: {name}: expected the fields {sorted(_FIELDS)} and perhaps all_positive, got {entry}")
+    if entry["dtype"] not in DTYPES or entry["rows"] not in ROWS:
+        raise ValueError(f"{path}: {name}: expected a dtype of {list(DTYPES)} and rows of {ROWS}, got {entry}")
+    if len(entry["shape"]) != len(entry["strides"]):
+        raise ValueError(f"{path}: {name}: expected as many strides as sizes, got {entry}")
+    return ViewSpec(
+        name=name,
+        dtype=DTYPES[entry["dtype"]],
+        shape=tuple(entry["shape"]),
+        strides=tuple(entry["strides"]),
+        rows=entry["rows"],
+        compare=_bounds(path, name, entry["compare"], target),
+        compare_positive=_bounds(path, name, entry.get("all_positive", entry["compare"]), target),
+    )
+
+
+def load_views(folder: Path, target: str) -> dict[str, ViewSpec]:
+    """The views of a phase for a target, those it extends first.
+
+    Raises:
+        ValueError: a field is missing, unknown or of no use; names file and view.
+    """
+    path = folder / "views.yaml"
+    content = yaml.safe_load(path.read_text())
+    if not isinstance(content, dict) or not isinstance(content.get("views"), dict):
+        raise ValueError(f"{path}: expected a mapping with `views`, got {content!r}")
+    unknown = set(content) - {"extends", "views"}
+    if unknown:
+        raise ValueError(f"{path}: unknown fields {sorted(unknown)}")
+    views = load_views(folder.parent / f"phase{content['extends']}", target) if "extends" in content else {}
+    return views | {name: _view(path, name, entry, target) for name, entry in content["views"].items()}
