@@ -31,7 +31,7 @@ def pick_schedule(hidden: int, l2_sf_granularity: int) -> Schedule:
     return Schedule(
         block_m=128,
         l1_block_n=max(2 * SCALE_BLOCK, 2 * l2_sf_granularity),
-        l2_block_n=256 if hidden % 256 == 0 else SCALE_BLOCK,
+        l2_block_n=2 * SCALE_BLOCK,
     )
 
 

@@ -217,6 +217,8 @@ def enable_peer_access(devices: Sequence[int]) -> None:
     """
     driver = _driver()
     for device in devices:
+        primary_context(device)  # initialises the driver
+    for device in devices:
         for peer in devices:
             if peer == device:
                 continue

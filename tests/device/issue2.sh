@@ -42,7 +42,7 @@ step() {
 } >"$OUT/build.log" 2>&1
 head -n 2 "$OUT/build.log" >>"$table"
 
-step build 60 python3 -c 'from megamoe.targets import host, sm90; sm90.build_all(); host.build_all()'
+step build 150 python3 -c 'from megamoe.targets import host, sm90; sm90.build_all(); host.build_all()'
 for gpus in 1 2; do
   for ranks in 2 8; do
     step "proof-${gpus}gpu-${ranks}ranks" 90 \
