@@ -5,7 +5,6 @@
     python -m megamoe.stress perturb --seeds 300     the same while a seed makes threads yield and sleep
     python -m megamoe.stress reference               the undisturbed run against the oracle
     ... --mutation NAME                              with a deliberate fault compiled in: the command must fail
-    python -m megamoe.stress mutations               what catches each deliberate fault, and how often
 
 What is right comes from the same program with one worker a rank and a barrier between epochs; that run itself is
 compared with ``megamoe.reference``. The order of the pool is checked in C++ from the inputs alone.
