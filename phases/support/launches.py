@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -49,28 +49,56 @@ def as_bits(values: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Launch:
-    """One ended launch of all ranks.
+class Options:
+    """How to launch.
 
     Attributes:
-        config, stage: what ran.
-        inputs: every rank's inputs, also of ranks in other processes.
-        buffers, y, windows: by rank, of the ranks in this process.
+        stage: where to stop.
+        windows: of L1 accumulators to write, by rank; None: no debug output.
         weights_kind: see ``inputs.natural_weights``.
+        activation_clamp: of SwiGLU; None: no clamp.
+        count_on_device: give y the buffer's capacity, and the number of tokens as an int32 tensor.
+        receive_stats: to which the routes received are added, by rank; None: none.
+        in_step: wait for the other processes first. Ranks that are late because they still compare must not look like
+            ranks that hang, and no rank may poison what another one still reads; without this nothing is compared
+            between launches.
+    """
+
+    stage: Stage = Stage.COMBINE
+    windows: Mapping[int, DebugWindow] | None = None
+    weights_kind: str = "normal"
+    activation_clamp: float | None = None
+    count_on_device: bool = False
+    receive_stats: Mapping[int, Tensor] | None = None
+    in_step: bool = True
+
+
+WHOLE_LAYER = Options()
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch of all ranks.
+
+    Attributes:
+        inputs: every rank's inputs, also of ranks in other processes.
+        buffers, y, counts: by rank, of the ranks in this process; ``counts`` are int32 [1].
     """
 
     config: MegaMoEConfig
-    stage: Stage
+    options: Options
     inputs: Sequence[RankInputs]
     buffers: Mapping[int, SymmBuffer]
     y: Mapping[int, Tensor]
-    windows: Mapping[int, DebugWindow]
-    weights_kind: str
-    activation_clamp: float | None
+    counts: Mapping[int, Tensor]
 
     @property
-    def num_tokens(self) -> int:
-        return sum(given.num_tokens for given in self.inputs)
+    def stage(self) -> Stage:
+        return self.options.stage
+
+    @property
+    def windows(self) -> Mapping[int, DebugWindow]:
+        return self.options.windows or {}
 
 
 @dataclass
@@ -94,85 +122,64 @@ class Launcher:
             self._weights[shape] = make_weights(config, rank, kind)
         return self._weights[shape]
 
-    def launch(
-        self,
-        config: MegaMoEConfig,
-        tokens: Sequence[Tokens],
-        stage: Stage = Stage.COMBINE,
-        *,
-        windows: Mapping[int, DebugWindow] | None = None,
-        weights_kind: str = "normal",
-        activation_clamp: float | None = None,
-        count_on_device: bool = False,
-    ) -> Launch:
-        """`start`, then wait for every rank.
+    def launch(self, config: MegaMoEConfig, tokens: Sequence[Tokens], options: Options = WHOLE_LAYER) -> Launch:
+        """Poison and fill the views of every rank here, launch every rank, wait for all.
+
+        Args:
+            tokens: of every rank of the group; those of the ranks here are used.
 
         Raises:
             MegaMoEFault: after the counters of every rank here were printed.
         """
-        launch = self.start(
-            config,
-            tokens,
-            stage,
-            windows=windows,
-            weights_kind=weights_kind,
-            activation_clamp=activation_clamp,
-            count_on_device=count_on_device,
-        )
+        launch = self.prepare(config, tokens, options)
+        self.queue(launch)
         wait(launch.buffers.values())
         return launch
 
-    def start(
-        self,
-        config: MegaMoEConfig,
-        tokens: Sequence[Tokens],
-        stage: Stage = Stage.COMBINE,
-        *,
-        windows: Mapping[int, DebugWindow] | None = None,
-        weights_kind: str = "normal",
-        activation_clamp: float | None = None,
-        count_on_device: bool = False,
-    ) -> Launch:
-        """Poison and fill every rank's views and launch every rank, without waiting.
-
-        Args:
-            tokens: of every rank; those of the ranks here are used.
-            windows: of L1 accumulators to write, by rank; None: no debug output.
-            count_on_device: give y the buffer's capacity and the number of tokens as an int32 tensor.
-        """
+    def prepare(self, config: MegaMoEConfig, tokens: Sequence[Tokens], options: Options = WHOLE_LAYER) -> Launch:
+        """A launch whose inputs are in place and whose outputs are poisoned."""
         buffers = self.buffers(config)
-        weights = {rank: self.weights(config, rank, weights_kind) for rank in buffers}
-        # Ranks that are late because they still compare must not look like ranks that hang; and no rank may poison
-        # what another one still reads.
-        self.ranks.barrier()
-        y, words = {}, {}
+        for rank in buffers:
+            self.weights(config, rank, options.weights_kind)  # outside what the ranks wait for
+        if options.in_step:
+            self.ranks.barrier()
+        y, counts = {}, {}
         for rank, buffer in buffers.items():
+            rows = config.num_max_tokens_per_rank if options.count_on_device else tokens[rank].num_tokens
+            y[rank] = torch.empty((rows, config.hidden), dtype=torch.bfloat16, device=buffer.device)
+            counts[rank] = torch.zeros(1, dtype=torch.int32, device=buffer.device)
+        launch = Launch(config, options, [given.quantised() for given in tokens], buffers, y, counts)
+        self.fill(launch, tokens)
+        return launch
+
+    def fill(self, launch: Launch, tokens: Sequence[Tokens]) -> None:
+        """Put other tokens and poison into the tensors of a launch. Not while it is under way."""
+        for rank, buffer in launch.buffers.items():
             poison(buffer)
             given = tokens[rank]
             buffer.fill(given.x, given.topk_idx, given.topk_weights)
-            rows = config.num_max_tokens_per_rank if count_on_device else given.num_tokens
-            y[rank] = torch.full((rows, config.hidden), torch.nan, dtype=torch.bfloat16, device=buffer.device)
-            words[rank] = torch.tensor([given.num_tokens], dtype=torch.int32, device=buffer.device)
-        for rank, buffer in buffers.items():
+            launch.y[rank].fill_(torch.nan)
+            launch.counts[rank].fill_(given.num_tokens)
+
+    def queue(self, launch: Launch) -> None:
+        """Launch every rank here, without waiting."""
+        options = launch.options
+        for rank, buffer in launch.buffers.items():
             launch_mega_moe(
-                y[rank],
-                *weights[rank],
+                launch.y[rank],
+                *self.weights(launch.config, rank, options.weights_kind),
                 buffer,
-                activation_clamp=activation_clamp,
-                num_tokens=words[rank] if count_on_device else None,
-                stage=stage,
-                debug=None if windows is None else windows[rank],
+                None if options.receive_stats is None else options.receive_stats[rank],
+                activation_clamp=options.activation_clamp,
+                num_tokens=launch.counts[rank] if options.count_on_device else None,
+                stage=options.stage,
+                debug=None if options.windows is None else options.windows[rank],
             )
-        return Launch(
-            config=config,
-            stage=stage,
-            inputs=[given.quantised() for given in tokens],
-            buffers=buffers,
-            y=y,
-            windows=windows or {},
-            weights_kind=weights_kind,
-            activation_clamp=activation_clamp,
-        )
+
+    def forget(self, config: MegaMoEConfig) -> None:
+        """Give back a config's buffer, and all weights."""
+        self.close(config)
+        self._weights.clear()
 
     def close(self, config: MegaMoEConfig | None = None) -> None:
         """Close the buffer of a config, or all."""
@@ -221,7 +228,3 @@ def wait(buffers: Iterable[SymmBuffer]) -> None:
     for buffer in opened:
         print(describe_counters(buffer), flush=True)
     raise first
-
-
-def with_schedule(config: MegaMoEConfig, block_m: int, l1_block_n: int, l2_block_n: int) -> MegaMoEConfig:
-    return replace(config, block_m=block_m, l1_block_n=l1_block_n, l2_block_n=l2_block_n)

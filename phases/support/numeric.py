@@ -12,11 +12,14 @@ from megamoe.config import ACCUM_DEBUG_EDGE, MegaMoEConfig
 from megamoe.reference import BOUNDS, Pool
 from phases.support.checks import CaseChecks
 from phases.support.inputs import Workload, make_tokens
-from phases.support.launches import Launch, as_bits
+from phases.support.launches import Launch, Options, as_bits
 from phases.support.oracle import UNQUANTISED, Expected, RankOracle, RankReference, layer_answers
 from phases.support.runner import Phase, Variant
 from phases.support.view_specs import ORACLE, ViewSpec
-from phases.support.workloads import numeric_cases
+from phases.support.workloads import TILES, TOKENS, make_config, numeric_cases
+
+CLAMP = 0.5
+"""Well inside the range of gate and up here, so that both ends of the clamp are used."""
 
 _EMPTY_WITH = {"all": "", "tokens": "tokens", "routes": "routes", "window": "routes", "slots": "routes"}
 
@@ -27,6 +30,21 @@ def numeric_variants(phase: Phase) -> dict[str, list[Variant]]:
         case: [Variant(work.name, partial(run_workload, work=work)) for work in works]
         for case, works in numeric_cases(phase.ranks.num_ranks, phase.stage).items()
     }
+
+
+def activation_clamp_variants(phase: Phase) -> list[Variant]:
+    """SwiGLU with a clamp, for both granularities."""
+    num_ranks = phase.ranks.num_ranks
+    works = [
+        Workload(
+            f"activation_clamp[l2_sf_granularity={granularity}]",
+            make_config(num_ranks, tiles=TILES[1], granularity=granularity),
+            (TOKENS[num_ranks],) * num_ranks,
+            activation_clamp=CLAMP,
+        )
+        for granularity in (64, 128)
+    ]
+    return [Variant(work.name, partial(run_workload, work=work)) for work in works]
 
 
 def run_workload(phase: Phase, checks: CaseChecks, *, work: Workload) -> None:
@@ -63,14 +81,8 @@ class WorkloadComparison:
             windows = {
                 rank: choose_window(work.config, reference.pool, window) for rank, reference in self.references.items()
             }
-        launch = phase.launcher.launch(
-            work.config,
-            self.tokens,
-            phase.stage,
-            windows=windows,
-            weights_kind=work.weights_kind,
-            activation_clamp=work.activation_clamp,
-        )
+        options = Options(phase.stage, windows, work.weights_kind, work.activation_clamp)
+        launch = phase.launcher.launch(work.config, self.tokens, options)
         compare_views(phase, self.checks, launch, work, self.references)
         return launch
 

@@ -210,8 +210,8 @@ def layer_answers(launch: Launch, launcher: Launcher, *, quantize_hidden: bool =
     Where ranks are processes, each works out what its own experts add to all tokens, and the sums are added up.
     """
     config, ranks = launch.config, launcher.ranks
-    options: dict[str, Any] = {"quantize_hidden": quantize_hidden, "activation_clamp": launch.activation_clamp}
-    weights = [launcher.weights(config, rank, launch.weights_kind) for rank in ranks.local]
+    options: dict[str, Any] = {"quantize_hidden": quantize_hidden, "activation_clamp": launch.options.activation_clamp}
+    weights = [launcher.weights(config, rank, launch.options.weights_kind) for rank in ranks.local]
     if ranks.all_here:
         answers = moe_layer(config, launch.inputs, weights, **options)
         return dict(enumerate(answers))

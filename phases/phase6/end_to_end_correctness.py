@@ -1,0 +1,54 @@
+"""Phase 6: y against the oracle, the bitwise list of numerics.md, and launches that repeat with changing inputs."""
+
+import sys
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from phases.phase6 import bad_rows, bitwise, repeated
+from phases.support.numeric import activation_clamp_variants, numeric_variants
+from phases.support.runner import CaseList, Phase, Variant, run_phase
+
+REAL_SIZE_RANKS = 8
+
+
+def make_cases(phase: Phase) -> CaseList:
+    ranks = phase.ranks
+    bodies = {
+        "non_finite": bad_rows.check_non_finite,
+        "bad_id": bad_rows.check_bad_id,
+        "run_to_run": bitwise.check_run_to_run,
+        "world_sizes": bitwise.check_world_sizes,
+        "group_kinds": bitwise.check_group_kinds,
+        "permutation": bitwise.check_permutation,
+        "added_tokens": bitwise.check_added_tokens,
+        "debug_output": bitwise.check_debug_output,
+        "repeated_launches": repeated.check_repeated_launches,
+    }
+    cases = {name: [Variant(name, body)] for name, body in bodies.items()}
+    cases["tile_shapes"] = [
+        Variant(f"tile_shapes[granularity={granularity}]", partial(bitwise.check_tile_shapes, granularity=granularity))
+        for granularity in (64, 128)
+    ]
+    here = ranks.all_here and ranks.num_ranks == REAL_SIZE_RANKS
+    cases["real_size"] = [
+        Variant(
+            "real_size",
+            repeated.check_real_size if here else None,
+            "" if here else f"the weights of a real model fit once: {REAL_SIZE_RANKS} virtual ranks run it",
+        )
+    ]
+    graphs = ranks.target == "sm90"
+    cases["graph_replay"] = [
+        Variant(
+            "graph_replay",
+            repeated.check_graph_replay if graphs else None,
+            "" if graphs else f"target {ranks.target} has no graphs to capture; target sm90 runs it",
+        )
+    ]
+    return {**numeric_variants(phase), "activation_clamp": activation_clamp_variants(phase), **cases}
+
+
+if __name__ == "__main__":
+    sys.exit(run_phase(Path(__file__).resolve().parent, make_cases))
