@@ -4,33 +4,36 @@
 
 namespace megamoe {
 
-// Wait for the experts of one token's routes. Called by one thread. False when the launch drains.
-MEGAMOE_FN bool wait_for_token(const Context& context, uint32_t token) {
+// Wait for the experts of one token's routes, each thread for its own. False when the launch drains.
+template <class Team>
+MEGAMOE_FN bool wait_for_token(const Context& context, Team& team, uint32_t token) {
   const uint32_t topk = context.problem->num_topk;
   const uint32_t waited = topk - (mutated(Mutation::combine_before_done) ? 1 : 0);
   const uint64_t wanted = context.epoch - (mutated(Mutation::done_of_last_epoch) ? 1 : 0);
-  for (uint32_t slot = 0; slot < waited; ++slot) {
+  bool reached = true;
+  for (uint32_t slot = team.rank(); slot < waited && reached; slot += team.size()) {
     const uint32_t expert = expert_of_route(context, token * topk + slot);
     if (expert == kNoExpert) continue;
     uint64_t* word = context.own<uint64_t>(context.layout->expert_done) + expert;
-    if (!wait_until(context, SystemRef<uint64_t>(*word), [&](uint64_t seen) { return stamp_of(seen) >= wanted; },
-                    {FaultKind::timeout, WaitFor::expert_done, expert / context.problem->experts_per_rank, expert,
-                     context.epoch, 0, 0}))
-      return false;
+    reached = wait_until(context, SystemRef<uint64_t>(*word), [&](uint64_t seen) { return stamp_of(seen) >= wanted; },
+                         {FaultKind::timeout, WaitFor::expert_done, expert / context.problem->experts_per_rank, expert,
+                          context.epoch, 0, 0})
+                  .reached;
   }
-  return true;
+  return team.all(reached);
 }
 
-// Take tokens until none is left and hand each to `reduce(token)` once it is complete. A launch ends only after this,
-// so that afterwards the host may refill what other ranks have read. False when the launch drains.
+// Take tokens, each in `parts` claims, until none is left, and hand each to `reduce(token, part)` once it is complete. A
+// launch ends only after this, so that afterwards the host may refill what other ranks have read. False when the launch
+// drains.
 template <class Team, class Reduce>
-MEGAMOE_FN bool combine_tokens(const Context& context, Team& team, Reduce reduce) {
+MEGAMOE_FN bool combine_tokens(const Context& context, Team& team, uint32_t parts, Reduce reduce) {
   if (mutated(Mutation::launch_ends_early) && context.stage < Stage::combine) return true;
   for (;;) {
-    const uint32_t token = team.once([&] { return take(context, Claim::combine); });
-    if (token >= context.num_tokens) return true;
-    if (!team.once([&] { return wait_for_token(context, token); })) return false;
-    reduce(token);
+    const uint32_t item = team.once([&] { return take(context, Claim::combine); });
+    if (item >= context.num_tokens * parts) return true;
+    if (!wait_for_token(context, team, item / parts)) return false;
+    reduce(item / parts, item % parts);
   }
 }
 

@@ -5,7 +5,7 @@
 
 namespace megamoe {
 
-struct RouteListEntry {
+struct alignas(8) RouteListEntry {
   uint32_t token;
   uint32_t slot;
 };
@@ -37,26 +37,28 @@ MEGAMOE_FN uint32_t* chunk_counts(const Context& context, uint32_t chunk) {
   return context.own<uint32_t>(context.layout->chunk_counts) + chunk * context.layout->chunk_counts.stride[0];
 }
 
-// In every loop over experts a thread owns the experts that are congruent to its rank: it alone counts and places
-// their routes, in route order, so the result is stable whatever the size of the team.
+// Each thread owns the experts that are congruent to its rank.
 
 template <class Team>
 MEGAMOE_FN void count_chunk(const Context& context, Team& team, uint32_t chunk) {
   const uint32_t experts = context.problem->num_experts;
   uint32_t* counts = chunk_counts(context, chunk);
   for (uint32_t expert = team.rank(); expert < experts; expert += team.size()) counts[expert] = 0;
+  team.sync();
   const RouteChunk range = route_chunk(context, chunk);
-  for (uint32_t route = range.first; route < range.last; ++route) {
-    const uint32_t expert = expert_of_route(context, route);
-    if (expert != kNoExpert && expert % team.size() == team.rank()) ++counts[expert];
-  }
   for (uint32_t route = range.first + team.rank(); route < range.last; route += team.size()) {
     const int64_t id = context.own<int64_t>(context.layout->topk_idx)[route];
-    if (id >= int64_t(experts))
+    if (id < 0) continue;
+    if (id < int64_t(experts)) {
+      DeviceRef<uint32_t>(counts[id]).fetch_add(1, relaxed);
+    } else {
       record_fault(context, {FaultKind::input, WaitFor::nothing, context.rank, route, experts, uint64_t(id), 0});
+    }
   }
   team.sync();
 }
+
+constexpr uint32_t kChunksAtOnce = 4;  // whose counts are loaded together: one after the other costs a latency each
 
 // Turn the counts of the chunks into the place at which each chunk begins in each expert's part of the list.
 template <class Team>
@@ -75,26 +77,51 @@ MEGAMOE_FN void place_chunks(const Context& context, Team& team) {
   team.sync();
   for (uint32_t expert = team.rank(); expert < experts; expert += team.size()) {
     uint32_t next = bases[expert];
-    for (uint32_t chunk = 0; chunk < chunks; ++chunk) {
-      uint32_t& count = chunk_counts(context, chunk)[expert];
-      const uint32_t routes = count;
-      count = next;
-      next += routes;
+    for (uint32_t first = 0; first < chunks; first += kChunksAtOnce) {
+      uint32_t counts[kChunksAtOnce];
+      for (uint32_t i = 0; i < kChunksAtOnce; ++i)
+        counts[i] = first + i < chunks ? chunk_counts(context, first + i)[expert] : 0;
+      for (uint32_t i = 0; i < kChunksAtOnce; ++i) {
+        if (first + i < chunks) chunk_counts(context, first + i)[expert] = next;
+        next += counts[i];
+      }
     }
   }
   team.sync();
 }
 
+// Four experts, read from the team's scratch at once.
+struct alignas(16) FourExperts {
+  uint32_t expert[4];
+};
+
+// Routes before `index` of those in scratch that go to `expert`: the route's rank within its chunk.
+MEGAMOE_FN uint32_t earlier_routes(const uint32_t* scratch, uint32_t index, uint32_t expert) {
+  const auto* fours = reinterpret_cast<const FourExperts*>(scratch);
+  uint32_t earlier = 0;
+  for (uint32_t first = 0; first < index; first += 4) {
+    const FourExperts four = fours[first / 4];
+    for (uint32_t i = 0; i < 4; ++i) earlier += four.expert[i] == expert && first + i < index ? 1 : 0;
+  }
+  return earlier;
+}
+
+// A route's place is its chunk's place plus its rank within the chunk: stable in route order whatever the team's size.
 template <class Team>
 MEGAMOE_FN void list_chunk(const Context& context, Team& team, uint32_t chunk) {
   auto* list = context.own<RouteListEntry>(context.layout->route_list);
   constexpr bool by_arrival = mutated(Mutation::pool_order_by_arrival);
-  uint32_t* next = chunk_counts(context, by_arrival ? 0 : chunk);
+  uint32_t* places = chunk_counts(context, by_arrival ? 0 : chunk);
   const RouteChunk range = route_chunk(context, chunk);
-  for (uint32_t route = range.first; route < range.last; ++route) {
-    const uint32_t expert = expert_of_route(context, route);
-    if (expert == kNoExpert || expert % team.size() != team.rank()) continue;
-    const uint32_t place = by_arrival ? DeviceRef<uint32_t>(next[expert]).fetch_add(1, relaxed) : next[expert]++;
+  const uint32_t routes = range.last - range.first;
+  uint32_t* experts = team.scratch();
+  for (uint32_t i = team.rank(); i < routes; i += team.size()) experts[i] = expert_of_route(context, range.first + i);
+  team.sync();
+  for (uint32_t i = team.rank(); i < routes; i += team.size()) {
+    const uint32_t expert = experts[i], route = range.first + i;
+    if (expert == kNoExpert) continue;
+    const uint32_t place = by_arrival ? DeviceRef<uint32_t>(places[expert]).fetch_add(1, relaxed)
+                                      : places[expert] + earlier_routes(experts, i, expert);
     list[place] = {route / context.problem->num_topk, route % context.problem->num_topk};
   }
   team.sync();
@@ -123,6 +150,15 @@ template <class Team>
 MEGAMOE_FN bool publish_routes(const Context& context, Team& team) {
   const uint32_t chunks = num_route_chunks(context);
   SystemRef<uint64_t> bases_ready(*context.own<uint64_t>(context.layout->bases_ready));
+  if (chunks == 1) {  // few tokens: one team does it all
+    if (team.once([&] { return take(context, Claim::count_chunk); }) != 0) return true;
+    count_chunk(context, team, 0);
+    place_chunks(context, team);
+    if constexpr (mutated(Mutation::publish_before_list)) publish_counts(context, team);
+    list_chunk(context, team, 0);
+    if constexpr (!mutated(Mutation::publish_before_list)) publish_counts(context, team);
+    return true;
+  }
   for (;;) {
     const uint32_t chunk = team.once([&] { return take(context, Claim::count_chunk); });
     if (chunk >= chunks) break;

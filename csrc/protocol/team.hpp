@@ -3,6 +3,7 @@
 //   sync()                       barrier over the team, which also orders memory within it
 //   once(f)                      the first thread runs f; every thread gets the result, ordered after what f saw
 //   all(flag)                    whether the flag holds in every thread; orders memory like sync()
+//   scratch()                   kRoutesPerChunk words that the whole team reads and writes, aligned to 16 bytes
 //   exclusive_sum(data, n)       data[i] becomes the sum of data[0..i), returns the total; data is the team's alone
 // A GPU target builds teams from warps. One thread is a team too.
 #pragma once
@@ -11,6 +12,9 @@
 namespace megamoe {
 
 struct SoloTeam {
+  alignas(16) uint32_t scratch_words[kRoutesPerChunk];
+
+  MEGAMOE_FN uint32_t* scratch() { return scratch_words; }
   MEGAMOE_FN static constexpr uint32_t rank() { return 0; }
   MEGAMOE_FN static constexpr uint32_t size() { return 1; }
   MEGAMOE_FN static void sync() {}

@@ -21,7 +21,6 @@ constexpr uint32_t kDispatchRegisters = 56;
 constexpr uint32_t kMathRegisters = 224;
 
 using Shared = SharedStorage<kScaleGroups>;
-using DispatchTeam = WarpTeam<kDispatchWarps>;
 using OneWarp = WarpTeam<1>;
 using LeaveTeam = WarpTeam<4>;
 constexpr uint32_t kLeaveThreads = LeaveTeam::kThreads;
@@ -66,6 +65,14 @@ MEGAMOE_FN void set_up(const GroupArguments& group, const RankArguments& mine, S
   __syncthreads();
 }
 
+// The shared memory anew, by an address that the compiler takes for a new one: one pointer kept for the whole kernel would
+// be spilled in the roles that need every register.
+MEGAMOE_FN Shared& shared_again(Shared& shared) {
+  uint32_t address = shared_address(&shared);
+  asm volatile("" : "+r"(address));
+  return *reinterpret_cast<Shared*>(__cvta_shared_to_generic(address));
+}
+
 // By the first thread of a CTA.
 MEGAMOE_FN Entered enter(const Context& context, const LaunchArguments& launch) {
   const Worker worker = this_worker(MEGAMOE_RANKS_HERE);
@@ -79,7 +86,8 @@ MEGAMOE_FN Entered enter(const Context& context, const LaunchArguments& launch) 
 }
 
 // Warp 0: the load role.
-MEGAMOE_FN void run_load(const Context& context, Shared& shared) {
+MEGAMOE_FN void run_load(Shared& shared) {
+  const Context& context = shared.context;
   OneWarp team(0, 0, nullptr);
   const auto& maps = *reinterpret_cast<const TensorMaps*>(shared.maps);
   const Table table = wait_for_table(context, team);
@@ -89,7 +97,8 @@ MEGAMOE_FN void run_load(const Context& context, Shared& shared) {
 }
 
 // Warps 1 to 3: routes, table, pull, combine, and the other bank.
-MEGAMOE_FN void run_dispatch(const Context& context, Shared& shared) {
+MEGAMOE_FN void run_dispatch(Shared& shared) {
+  const Context& context = shared.context;
   const uint32_t warp = threadIdx.x / kWarpThreads;
   DispatchTeam team(1, kDispatchBarrier, &shared.dispatch_team);
   OneWarp alone(warp, 0, nullptr);
@@ -100,11 +109,24 @@ MEGAMOE_FN void run_dispatch(const Context& context, Shared& shared) {
       puller.copy_rows(context, block, first_row, rows);
     });
     if (pulled)
-      combine_tokens(context, alone, [&](uint32_t token) {
-        if (context.stage == Stage::combine) reduce_token(context, shared.launch, token);
+      combine_tokens(context, alone, combine_parts(context), [&](uint32_t token, uint32_t part) {
+        if (context.stage == Stage::combine) reduce_token(context, shared.launch, token, part);
       });
   }
   clear_other_bank(context, alone);
+}
+
+// By the first warpgroup.
+MEGAMOE_FN void fill_y(const Shared& shared) {
+  const Context& context = shared.context;
+  if (context.stage != Stage::combine || threadIdx.x >= kLeaveThreads) return;
+  fill_nan(reinterpret_cast<uint16_t*>(shared.launch.y), uint64_t(context.num_tokens) * context.problem->hidden,
+           threadIdx.x, kLeaveThreads);
+}
+
+MEGAMOE_FN void leave(Shared& shared) {
+  LeaveTeam team(0, kLeaveBarrier, &shared.leave_team);
+  leave_launch(shared.context, team, this_worker(MEGAMOE_RANKS_HERE).count, [&](const Context&) { fill_y(shared); });
 }
 
 }  // namespace
@@ -119,13 +141,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) shared.entered = enter(context, shared.launch);
   __syncthreads();
   const Entered entered = shared.entered;
-  const auto fill = [&](const Context&) {
-    if (context.stage == Stage::combine && threadIdx.x < kLeaveThreads)
-      fill_nan(reinterpret_cast<uint16_t*>(shared.launch.y), uint64_t(context.num_tokens) * context.problem->hidden,
-               threadIdx.x, kLeaveThreads);
-  };
   if (entered.entry == Entry::refused) {
-    if (this_worker(MEGAMOE_RANKS_HERE).index == 0) fill(context);
+    if (this_worker(MEGAMOE_RANKS_HERE).index == 0) fill_y(shared);
     return;
   }
   if (threadIdx.x == 0) shared.context.epoch = entered.epoch;
@@ -140,17 +157,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     give_registers<kDispatchRegisters>();
     if (runs) {
       if (threadIdx.x < kWarpThreads) {
-        run_load(context, shared);
+        run_load(shared_again(shared));
       } else {
-        run_dispatch(context, shared);
+        run_dispatch(shared_again(shared));
       }
     } else if (threadIdx.x < kWarpThreads) {
       OneWarp alone(0, 0, nullptr);
       clear_other_bank(context, alone);
     }
     barrier_sync(kCtaBarrier, kThreads);
-    LeaveTeam leave(0, kLeaveBarrier, &shared.leave_team);
-    leave_launch(context, leave, this_worker(MEGAMOE_RANKS_HERE).count, fill);
+    leave(shared_again(shared));
   }
 }
 

@@ -23,7 +23,7 @@ constexpr uint32_t kGroupBlocks = 2, kGroupLag = 1;
 constexpr uint32_t kDrains = ~0u;
 static_assert(kTileColumns == kCtaThreads && kMaxTileRows <= kCtaThreads);
 
-using CtaTeam = WarpTeam<kWarps>;
+using CtaTeam = WarpTeam<kWarps, kRoutesPerChunk>;
 using OneWarp = WarpTeam<1>;
 using Puller = RowPuller<4, 8192>;
 
@@ -166,7 +166,7 @@ MEGAMOE_FN void reduce_token(const Context& context, const LaunchArguments& laun
 
 MEGAMOE_FN bool combine(const Context& context, const LaunchArguments& launch, CtaTeam& cta) {
   OneWarp team(threadIdx.x / kWarpThreads, 0, nullptr);
-  const bool finished = combine_tokens(context, team, [&](uint32_t token) {
+  const bool finished = combine_tokens(context, team, 1, [&](uint32_t token, uint32_t) {
     if (context.stage == Stage::combine) reduce_token(context, launch, token, team.rank());
   });
   return cta.all(finished);

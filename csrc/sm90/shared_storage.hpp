@@ -28,7 +28,8 @@ constexpr uint32_t kWarpgroupBarrier = 3;  // and 4: one math warpgroup
 constexpr uint32_t kCtaBarrier = 5;        // every role has ended
 constexpr uint32_t kLeaveBarrier = 6;      // the first warpgroup, on its way out
 
-using Puller = RowPuller<3, 2048>;
+using Puller = RowPuller<3, 1792>;  // a row of 7168 bytes in four pieces
+using DispatchTeam = WarpTeam<kDispatchWarps, kRoutesPerChunk>;
 
 enum class TileWork : uint32_t { l1, l2, stop };
 
@@ -66,7 +67,7 @@ struct SharedStorage {
   uint64_t tile_empty[kTileSlots];
   TileSlot tiles[kTileSlots];
   uint32_t stored_halves[2];  // warpgroups that stored their part of a tile, by the parity of the tile's turn
-  typename WarpTeam<kDispatchWarps>::Shared dispatch_team;
+  typename DispatchTeam::Shared dispatch_team;
   typename WarpTeam<4>::Shared leave_team;
   Entered entered;
   TileOrder order;

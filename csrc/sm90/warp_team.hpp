@@ -11,7 +11,8 @@ namespace megamoe::sm90 {
 constexpr uint32_t kWarpThreads = 32;
 constexpr uint32_t kFullWarp = ~0u;
 
-template <uint32_t kWarps>
+// `kScratchWords`: kRoutesPerChunk for a team that lists routes.
+template <uint32_t kWarps, uint32_t kScratchWords = 0>
 class WarpTeam {
  public:
   static constexpr uint32_t kThreads = kWarps * kWarpThreads;
@@ -19,6 +20,7 @@ class WarpTeam {
   // Two slots in turn: between two uses of one there is the barrier of the other, so a slot needs no barrier of its own
   // before it is written again.
   struct Shared {
+    alignas(16) uint32_t scratch[kScratchWords == 0 ? 4 : kScratchWords];
     uint32_t slots[2][kSlotWords];
   };
 
@@ -29,6 +31,11 @@ class WarpTeam {
 
   MEGAMOE_FN uint32_t rank() const { return rank_; }
   MEGAMOE_FN static constexpr uint32_t size() { return kThreads; }
+
+  MEGAMOE_FN uint32_t* scratch() const {
+    static_assert(kScratchWords == kRoutesPerChunk);
+    return shared_->scratch;
+  }
 
   MEGAMOE_FN void sync() const {
     if constexpr (kWarps == 1) {

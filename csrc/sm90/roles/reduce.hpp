@@ -12,47 +12,58 @@ MEGAMOE_FN void fill_nan(uint16_t* y, uint64_t elements, uint32_t first, uint32_
   for (uint64_t i = first; i < elements / 8; i += step) words[i] = nan;
 }
 
-MEGAMOE_FN void reduce_token(const Context& context, const LaunchArguments& launch, uint32_t token) {
+constexpr uint32_t kReduceColumns = 4;  // of a lane
+constexpr uint32_t kReduceStep = kWarpThreads * kReduceColumns;
+constexpr uint32_t kManyTokens = 1024;
+
+// Claims a token is cut into: with few tokens one warp a token would be the tail of the launch.
+MEGAMOE_FN uint32_t combine_parts(const Context& context) {
+  if (context.stage != Stage::combine || context.num_tokens >= kManyTokens) return 1;
+  return ceil_div(context.problem->hidden, 8 * kReduceStep);
+}
+
+// y of the columns of one part of a token.
+MEGAMOE_FN void reduce_token(const Context& context, const LaunchArguments& launch, uint32_t token,
+                             uint32_t part) {
   const Problem& problem = *context.problem;
   const Region& region = context.layout->combine;
   const uint32_t lane = threadIdx.x % kWarpThreads;
+  const uint32_t width = ceil_div(problem.hidden, combine_parts(context) * kReduceStep) * kReduceStep;
+  const uint32_t first = part * width, last = smaller(first + width, problem.hidden);
   uint16_t* y = reinterpret_cast<uint16_t*>(launch.y) + uint64_t(token) * problem.hidden;
   const int64_t id = lane < problem.num_topk
                          ? context.own<int64_t>(context.layout->topk_idx)[uint64_t(token) * problem.num_topk + lane]
                          : -1;
   if (__any_sync(kFullWarp, id >= int64_t(problem.num_experts))) {
-    fill_nan(y, problem.hidden, lane, kWarpThreads);
+    if (first < last) fill_nan(y + first, last - first, lane, kWarpThreads);
     return;
   }
   const uint32_t slots = __ballot_sync(kFullWarp, id >= 0);
   const uint16_t* partials = context.own<uint16_t>(region) + token * region.stride[1];
-  constexpr uint32_t kAtOnce = 4;  // slots whose loads are in flight together
-  for (uint32_t column = lane * 8; column < problem.hidden; column += kWarpThreads * 8) {
-    float sum[8] = {};
+  constexpr uint32_t kAtOnce = 8;  // slots whose loads are in flight together
+  for (uint32_t column = first + lane * kReduceColumns; column < last; column += kReduceStep) {
+    float sum[kReduceColumns] = {};
     for (uint32_t left = slots; left != 0;) {
-      uint4 words[kAtOnce];
-      uint32_t taken = 0;
+      uint2 words[kAtOnce];
+      const uint32_t taken = left;
 #pragma unroll
       for (uint32_t i = 0; i < kAtOnce; ++i) {
         if (left == 0) break;
         const uint32_t slot = __ffs(left) - 1;
+        words[i] = __ldcg(reinterpret_cast<const uint2*>(partials + slot * region.stride[0] + column));
         left &= left - 1;
-        words[i] = __ldcg(reinterpret_cast<const uint4*>(partials + slot * region.stride[0] + column));
-        ++taken;
       }
+      const uint32_t count = __popc(taken) - __popc(left);
 #pragma unroll
       for (uint32_t i = 0; i < kAtOnce; ++i) {
-        if (i >= taken) break;
-        const uint32_t pairs[4] = {words[i].x, words[i].y, words[i].z, words[i].w};
-#pragma unroll
-        for (uint32_t j = 0; j < 4; ++j) {
-          sum[2 * j] += low_bf16(pairs[j]);
-          sum[2 * j + 1] += high_bf16(pairs[j]);
-        }
+        if (i >= count) break;
+        sum[0] += low_bf16(words[i].x);
+        sum[1] += high_bf16(words[i].x);
+        sum[2] += low_bf16(words[i].y);
+        sum[3] += high_bf16(words[i].y);
       }
     }
-    *reinterpret_cast<uint4*>(y + column) = make_uint4(to_bf16x2(sum[0], sum[1]), to_bf16x2(sum[2], sum[3]),
-                                                       to_bf16x2(sum[4], sum[5]), to_bf16x2(sum[6], sum[7]));
+    *reinterpret_cast<uint2*>(y + column) = make_uint2(to_bf16x2(sum[0], sum[1]), to_bf16x2(sum[2], sum[3]));
   }
 }
 
