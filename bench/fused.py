@@ -1,0 +1,143 @@
+"""The layer of this checkout as a contender."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import megamoe
+from bench.inputs import InputSet, NaturalWeights
+from bench.shapes import Shape
+from bench.world import World
+
+OPTIONS_VARIABLE = "MEGAMOE_SM90_OPTIONS"
+ACCUMULATIONS = ("fp32", "fast")
+
+
+def accumulate_place() -> str | None:
+    """Which call of the API takes ``accumulate``: ``buffer``, ``call``, or None where sums are always fp32."""
+    if "accumulate" in inspect.signature(megamoe.get_symm_buffer_for_mega_moe).parameters:
+        return "buffer"
+    if "accumulate" in inspect.signature(megamoe.fp8_mega_moe).parameters:
+        return "call"
+    return None
+
+
+def missing_accumulation(accumulate: str) -> str | None:
+    """Why this checkout cannot run an accumulation; None: it can."""
+    if accumulate == "fp32" or accumulate_place() is not None:
+        return None
+    return f"accumulate={accumulate!r} is not in the API of this checkout"
+
+
+class FusedLayer:
+    """Buffers and transformed weights of the ranks here. Contenders that differ in build options share them."""
+
+    def __init__(
+        self,
+        world: World,
+        shape: Shape,
+        experts_per_rank: int,
+        capacity: int,
+        weights: dict[int, NaturalWeights],
+        accumulate: str,
+    ) -> None:
+        self.world = world
+        self.accumulate = accumulate
+        options: dict[str, Any] = {"accumulate": accumulate} if accumulate_place() == "buffer" else {}
+        self._call_options: dict[str, Any] = {"accumulate": accumulate} if accumulate_place() == "call" else {}
+        opened = megamoe.get_symm_buffer_for_mega_moe(
+            world.group,
+            experts_per_rank * world.num_ranks,
+            capacity,
+            shape.topk,
+            shape.hidden,
+            shape.intermediate,
+            timeout_s=10,
+            **options,
+        )
+        self._opened = opened
+        buffers = list(opened.ranks) if world.kind == "virtual" else [opened]
+        self.buffers = dict(zip(world.local_ranks, buffers, strict=True))
+        self.weights = {
+            rank: megamoe.transform_weights_for_mega_moe(weights[rank].l1, weights[rank].l2) for rank in self.buffers
+        }
+        self._views = {
+            rank: (buffer.x.view(torch.uint8), buffer.x_sf, buffer.topk_idx, buffer.topk_weights)
+            for rank, buffer in self.buffers.items()
+        }
+        self._sets: Sequence[InputSet] = ()
+        self.y: dict[int, Tensor] = {}
+
+    def use(self, sets: Sequence[InputSet]) -> None:
+        """Work on these input sets from now on."""
+        if self._sets is sets:
+            return
+        self._sets = sets
+        self.y = {
+            rank: torch.full(tokens.x.shape, torch.nan, dtype=torch.bfloat16, device=tokens.x.device)
+            for rank, tokens in sets[0].tokens.items()
+        }
+
+    def load(self, index: int) -> None:
+        """Copy an input set into the views of the buffers."""
+        for rank, tokens in self._sets[index].tokens.items():
+            count = tokens.x.shape[0]
+            given = (tokens.x.view(torch.uint8), tokens.x_sf, tokens.topk_idx, tokens.topk_weights)
+            for view, values in zip(self._views[rank], given, strict=True):
+                view[:count].copy_(values)
+
+    def call(self) -> None:
+        """Queue one launch on every rank of this process."""
+        for rank, buffer in self.buffers.items():
+            l1, l2 = self.weights[rank]
+            megamoe.fp8_mega_moe(self.y[rank], l1, l2, buffer, **self._call_options)
+
+    def check(self) -> None:
+        """Wait; raises MegaMoEFault."""
+        self._opened.check()
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._views.clear()
+        self._opened.close()
+        self.weights.clear()
+        self.y.clear()
+
+
+class FusedContender:
+    """A FusedLayer with one set of build options."""
+
+    combine = "bf16"
+
+    def __init__(self, layer: FusedLayer, options: str | None) -> None:
+        self._layer = layer
+        self._options = options
+        self.name = "megamoe" if not options else f"megamoe {options}"
+        self.accumulate = layer.accumulate
+
+    def use(self, sets: Sequence[InputSet]) -> None:
+        self._layer.use(sets)
+
+    def load(self, index: int) -> None:
+        if self._options is not None:
+            os.environ[OPTIONS_VARIABLE] = self._options  # picks the build of the launches that follow
+        self._layer.load(index)
+
+    def call(self) -> None:
+        self._layer.call()
+
+    def check(self) -> None:
+        self._layer.check()
+
+    def close(self) -> None:
+        self._layer.close()
+
+    def answer(self) -> dict[int, Tensor]:
+        """y of the last call, by rank."""
+        return self._layer.y

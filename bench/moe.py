@@ -1,0 +1,316 @@
+"""``python -m bench moe``: the whole layer at several token counts, beside what else this machine can run.
+
+Alone: virtual ranks (``--ranks``, ``--gpus``). Under torchrun: one rank a process and a GPU, over NCCL.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from bench.floors import Floor, Load, Machine, floor, mean_load, measure_load
+from bench.fused import ACCUMULATIONS, FusedContender, FusedLayer, missing_accumulation
+from bench.inputs import InputSet, draw_inputs, random_weights
+from bench.report import HEADER, Row, compact_table, draw_roofline, figures, format_row, write_json
+from bench.routes import ROUTINGS
+from bench.shapes import SHAPES, Shape
+from bench.timing import REGIMES, Contender, Timer, Timing
+from bench.world import World, open_world
+
+TOKENS = "1,8,32,128,512,1024,2048,4096,8192"
+
+
+class Layer(Contender, Protocol):
+    """A contender as this module drives it."""
+
+    def use(self, sets: Sequence[InputSet]) -> None: ...
+
+    def answer(self) -> dict[int, Tensor]: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Options:
+    """What was asked for, checked."""
+
+    shapes: tuple[str, ...]
+    tokens: tuple[int, ...]
+    experts_per_rank: int
+    routings: tuple[str, ...]
+    accumulations: tuple[str, ...]
+    regimes: tuple[str, ...]
+    variants: tuple[str | None, ...]
+    beside: tuple[str, ...]
+    ranks: int | None
+    gpus: int | None
+    sets: int
+    seconds: float
+    sustained_seconds: float
+    out: Path
+
+
+def _choice(text: str, name: str, allowed: Sequence[str]) -> tuple[str, ...]:
+    chosen = tuple(part for part in text.split(",") if part)
+    for part in chosen:
+        if part not in allowed:
+            raise ValueError(f"{name}: got {part!r}, expected a list of {', '.join(allowed)}")
+    return chosen
+
+
+def parse_variants(text: str) -> tuple[str | None, ...]:
+    """``none;-DA=1 -DB=2`` as build options; ``none`` is the build without any. Nothing: the environment's own."""
+    if not text:
+        return (None,)
+    return tuple("" if part.strip() in ("", "none") else part.strip() for part in text.split(";"))
+
+
+BESIDE = ("baseline", "deep_gemm")
+
+
+def parse(arguments: Sequence[str]) -> Options:
+    """Raises ValueError for what does not fit; argparse ends the process for what it does not know."""
+    parser = argparse.ArgumentParser(prog="python -m bench moe", description=__doc__)
+    add = parser.add_argument
+    add("--shape", default="deepseek-v3", help=f"list of {', '.join(SHAPES)}")
+    add("--tokens", default=TOKENS, help="list of tokens a rank (default %(default)s)")
+    add("--experts-per-rank", type=int, default=32)
+    add("--routing", default="balanced", help=f"list of {', '.join(ROUTINGS)}")
+    add("--accumulate", default="both", choices=(*ACCUMULATIONS, "both"))
+    add("--regime", default="bursts,cold", help=f"list of {', '.join(REGIMES)} (default %(default)s)")
+    add("--variants", default="", help="builds to compare: '--variants=none;-DMEGAMOE_GROUP_BLOCKS=8' (; between them)")
+    add("--beside", default=",".join(BESIDE), help=f"list of {', '.join(BESIDE)}, or nothing (default %(default)s)")
+    add("--ranks", type=int, help="virtual ranks (default 1); under torchrun it has them")
+    add("--gpus", type=int, help="GPUs to spread virtual ranks over (default: one a rank, as far as there are)")
+    add("--sets", type=int, default=4, help="input sets to rotate over (default %(default)s)")
+    add("--seconds", type=float, default=0.4, help="time of a row in bursts and cold (default %(default)s)")
+    add("--sustained-seconds", type=float, default=4.0, help="time of a sustained row (default %(default)s)")
+    add("--out", type=Path, default=Path("runs/bench"), help="folder for moe.json and moe.png (default %(default)s)")
+    given = parser.parse_args(list(arguments))
+    tokens = tuple(int(part) for part in given.tokens.split(",") if part)
+    if not tokens or min(tokens) < 1 or given.sets < 1 or given.experts_per_rank < 1:
+        raise ValueError("tokens, sets and experts-per-rank must be at least 1")
+    return Options(
+        shapes=_choice(given.shape, "shape", tuple(SHAPES)),
+        tokens=tokens,
+        experts_per_rank=given.experts_per_rank,
+        routings=_choice(given.routing, "routing", ROUTINGS),
+        accumulations=ACCUMULATIONS if given.accumulate == "both" else (given.accumulate,),
+        regimes=_choice(given.regime, "regime", REGIMES),
+        variants=parse_variants(given.variants),
+        beside=_choice(given.beside, "beside", BESIDE),
+        ranks=given.ranks,
+        gpus=given.gpus,
+        sets=given.sets,
+        seconds=given.seconds,
+        sustained_seconds=given.sustained_seconds,
+        out=given.out,
+    )
+
+
+@dataclass(frozen=True)
+class Absent:
+    """A contender that cannot run here."""
+
+    name: str
+    accumulate: str
+    combine: str
+    reason: str
+
+
+class Bench:
+    """One run: contenders, timing, rows."""
+
+    def __init__(self, options: Options, world: World) -> None:
+        self.options = options
+        self.world = world
+        self.machine = Machine(name=torch.cuda.get_device_name(world.devices[0]))
+        self.timer = Timer(world)
+        self.rows: list[Row] = []
+        self.started = time.monotonic()
+        self.facts: dict[str, object] = {
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "torch": torch.__version__,
+            "arguments": " ".join(sys.argv[1:]),
+            "gpus_in_machine": torch.cuda.device_count(),
+        }
+
+    def say(self, text: str) -> None:
+        if self.world.speaks:
+            print(text, flush=True)
+
+    def run(self) -> int:
+        """Every shape, routing and token count. Returns the exit code: 1 when answers disagree."""
+        for name in self.options.shapes:
+            self._shape(SHAPES[name])
+        self.say("")
+        for line in compact_table(self.rows):
+            self.say(line)
+        if self.world.speaks:
+            note = draw_roofline(self.options.out / "moe.png", self.machine, self.rows)
+            self.say(note or f"picture: {self.options.out / 'moe.png'}")
+            self.say(f"json: {self.options.out / 'moe.json'}; {time.monotonic() - self.started:.0f} s")
+        return 0
+
+    def _shape(self, shape: Shape) -> None:
+        began = time.monotonic()
+        present, absent = self._contenders(shape)
+        self.world.synchronize()
+        self.say(
+            f"{shape.name}: hidden {shape.hidden}, intermediate {shape.intermediate}, top-{shape.topk}, "
+            f"{self.world.num_ranks} ranks ({self.world.kind}), {self.options.experts_per_rank} experts a rank, "
+            f"{self.machine.name}; set up in {time.monotonic() - began:.1f} s"
+        )
+        try:
+            for routing in self.options.routings:
+                self.say(f"routing {routing}\n{HEADER}")
+                for tokens in self.options.tokens:
+                    self._point(shape, routing, tokens, present, absent)
+        finally:
+            for contender in present:
+                contender.close()
+            torch.cuda.empty_cache()
+
+    def _contenders(self, shape: Shape) -> tuple[list[Layer], list[Absent]]:
+        options, world = self.options, self.world
+        capacity = max(options.tokens)
+        weights = {
+            rank: random_weights(shape, options.experts_per_rank, world.device_of(rank), seed=rank)
+            for rank in world.local_ranks
+        }
+        present: list[Layer] = []
+        absent: list[Absent] = []
+        for accumulate in options.accumulations:
+            reason = missing_accumulation(accumulate)
+            if reason is not None:
+                absent.append(Absent("megamoe", accumulate, "bf16", reason))
+                continue
+            layer = FusedLayer(world, shape, options.experts_per_rank, capacity, weights, accumulate)
+            present += [FusedContender(layer, variant) for variant in options.variants]
+        return present, absent
+
+    def _point(
+        self, shape: Shape, routing: str, tokens: int, present: Sequence[Layer], absent: Sequence[Absent]
+    ) -> None:
+        options, world = self.options, self.world
+        sets = [
+            draw_inputs(world, shape, options.experts_per_rank, tokens, routing, seed=1 + index)
+            for index in range(options.sets)
+        ]
+        load = mean_load(
+            [measure_load(shape, one.all_routes, options.experts_per_rank, world.gpu_of_rank) for one in sets]
+        )
+        least = floor(self.machine, shape, load)
+        errors = self._answers(present, sets)
+        for regime in options.regimes:
+            for contender, timing in self._time(regime, present):
+                self._keep(shape, routing, tokens, regime, contender, load, least, timing, errors[id(contender)])
+            for missing in absent:
+                self._row(self._label(shape, routing, tokens, regime, missing, skipped=missing.reason))
+
+    def _answers(self, present: Sequence[Layer], sets: Sequence[InputSet]) -> dict[int, float | None]:
+        """Run every contender once on the first set; norm-wise difference of its y from the first contender's."""
+        errors: dict[int, float | None] = {}
+        first: dict[int, Tensor] | None = None
+        for contender in present:
+            contender.use(sets)
+            contender.load(0)
+            contender.call()
+            contender.check()
+            answer = contender.answer()
+            difference = [_difference(y, None if first is None else first[rank]) for rank, y in answer.items()]
+            error = self.world.largest([max(difference)])[0]
+            if not error < 1:
+                raise RuntimeError(f"{contender.name} {contender.accumulate}: y is wrong (difference {error})")
+            errors[id(contender)] = None if first is None else error
+            if first is None:
+                first = {rank: y.clone() for rank, y in answer.items()}
+        return errors
+
+    def _time(self, regime: str, present: Sequence[Layer]) -> list[tuple[Layer, Timing]]:
+        options = self.options
+        if regime == "sustained":
+            timings = self.timer.sustained(present, options.sets, options.sustained_seconds)
+            return list(zip(present, timings, strict=True))
+        once: Callable[[Contender, int, float], Timing] = self.timer.bursts if regime == "bursts" else self.timer.cold
+        return [(contender, once(contender, options.sets, options.seconds)) for contender in present]
+
+    def _label(
+        self,
+        shape: Shape,
+        routing: str,
+        tokens: int,
+        regime: str,
+        contender: Contender | Absent,
+        **columns: object,
+    ) -> Row:
+        return Row(
+            contender=contender.name,
+            accumulate=contender.accumulate,
+            combine=contender.combine,
+            shape=shape.name,
+            hidden=shape.hidden,
+            intermediate=shape.intermediate,
+            topk=shape.topk,
+            ranks=self.world.num_ranks,
+            gpus=max(self.world.gpu_of_rank) + 1,
+            group=self.world.kind,
+            experts_per_rank=self.options.experts_per_rank,
+            routing=routing,
+            tokens=tokens,
+            regime=regime,
+            **columns,  # type: ignore[arg-type]
+        )
+
+    def _keep(
+        self,
+        shape: Shape,
+        routing: str,
+        tokens: int,
+        regime: str,
+        contender: Contender,
+        load: Load,
+        least: Floor,
+        timing: Timing,
+        error: float | None,
+    ) -> None:
+        columns = figures(shape, tokens, load, least, timing)
+        self._row(self._label(shape, routing, tokens, regime, contender, **columns, y_error=error))
+
+    def _row(self, row: Row) -> None:
+        self.rows.append(row)
+        if self.world.speaks:
+            print(format_row(row), flush=True)
+            write_json(self.options.out / "moe.json", self.machine, self.facts, self.rows)
+
+
+def _difference(y: Tensor, expected: Tensor | None) -> float:
+    """Norm-wise; against nothing 0, or NaN where y has one."""
+    if expected is None:
+        return 0.0 if bool(y.isfinite().all()) else float("inf")
+    norm = float(expected.float().norm())
+    error = float((y.float() - expected.float()).norm()) / max(norm, 1e-30)
+    return error if error == error else float("inf")  # a maximum over ranks would lose a NaN
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Exit code: 0 done, 2 a bad call. A fault of the device or a wrong answer is an exception."""
+    try:
+        options = parse(arguments)
+        world = open_world(options.ranks, options.gpus)
+    except ValueError as error:
+        print(f"bench moe: {error}", file=sys.stderr)
+        return 2
+    try:
+        return Bench(options, world).run()
+    finally:
+        world.close()
