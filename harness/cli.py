@@ -25,7 +25,7 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_
 PhasesOption = Annotated[str | None, typer.Option("--phases", help="1-6, 3 or 2,4; all when left out")]
 TargetOption = Annotated[str, typer.Option("--target", help="host, sm90, or best")]
 RanksOption = Annotated[str | None, typer.Option("--ranks", help="numbers of ranks: 1,2,8")]
-GroupsOption = Annotated[str | None, typer.Option("--groups", help="process, virtual; one rank alone always runs")]
+GroupsOption = Annotated[str | None, typer.Option("--groups", help="process, virtual, spread; one rank always runs")]
 CasesOption = Annotated[str | None, typer.Option("--cases", help="names of cases, for the asked-for phases")]
 RepeatOption = Annotated[int, typer.Option("--repeat", help="run each step so often; passing sometimes is 'flaky'")]
 NoGatesOption = Annotated[bool, typer.Option("--no-gates", help="not the phases that the asked-for ones rest on")]

@@ -112,6 +112,8 @@ def _skip_reason(target: str, num_ranks: int, group: str, machine: Machine) -> s
         return machine.problem or "torch sees no Hopper GPU"
     if group == "process" and num_ranks > machine.num_hopper_gpus:
         return f"{num_ranks} ranks as processes need {num_ranks} Hopper GPUs, here: {machine.num_hopper_gpus}"
+    if group == "spread" and machine.num_hopper_gpus < 2:
+        return f"ranks spread over GPUs need 2 Hopper GPUs, here: {machine.num_hopper_gpus}"
     return ""
 
 

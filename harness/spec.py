@@ -18,7 +18,8 @@ import yaml
 
 STAGES = ("interface", "dispatch", "l1_gemm", "l1_epilogue", "l2_gemm", "combine")
 TARGETS = ("host", "sm90")
-GROUPS = ("single", "process", "virtual")
+GROUPS = ("single", "process", "virtual", "spread")
+"""One rank; one process a rank; ranks of one process on the CPU or on one GPU; the same over all GPUs there are."""
 MAX_SECONDS = 60.0
 _FIELDS = ("name", "stage", "holds", "requires", "script", "targets", "cases", "seconds", "views")
 

@@ -204,6 +204,13 @@ def test_more_ranks_than_gpus(tmp_path: Path) -> None:
     assert reasons == {"single": "", "process": "8 ranks as processes need 8 Hopper GPUs, here: 2", "virtual": ""}
 
 
+def test_spread_ranks_need_two_gpus(tmp_path: Path) -> None:
+    spread = {"sm90": {"ranks": {8: ["virtual", "spread"]}}}
+    reasons = {step.group: step.skip_reason for step in _plan(tmp_path, 1, spread, target="sm90").steps}
+    assert reasons == {"virtual": "", "spread": "ranks spread over GPUs need 2 Hopper GPUs, here: 1"}
+    assert not any(step.skip_reason for step in _plan(tmp_path, 2, spread, target="sm90").steps)
+
+
 def test_ranks_and_groups_narrow(tmp_path: Path) -> None:
     plan = _plan(tmp_path, 0, BOTH, ranks=(1, 8), groups=("virtual",))
     assert [step.name for step in plan.steps] == ["phase1-host-1-single", "phase1-host-8-virtual"]

@@ -183,7 +183,7 @@ def test_skips_give_exit_code_3(project: Project) -> None:
         (["--phases", "1-x"], "--phases: expected numbers like 3 or 1-6"),
         (["--target", "tpu"], "--target: expected best, host or sm90, got 'tpu'"),
         (["--ranks", "3"], "--ranks: no asked-for phase runs with [3] ranks; there are [1]"),
-        (["--groups", "threads"], "--groups: expected some of single, process, virtual, got ['threads']"),
+        (["--groups", "threads"], "--groups: expected some of single, process, virtual, spread, got ['threads']"),
         (["--cases", "huge"], "--cases: no asked-for phase has ['huge']; there are ['small']"),
         (["--repeat", "0"], "--repeat: expected at least 1, got 0"),
         (["--seconds", "0"], "--seconds: expected a number above 0, got 0.0"),
