@@ -192,6 +192,17 @@ def _call(function: str, *arguments: Any) -> Any:
 
 
 @contextmanager
+def while_capturing() -> Iterator[None]:
+    """Let this thread allocate, copy and wait although a stream captures a graph; what it does is not captured."""
+    driver = _driver()
+    before = _call("cuThreadExchangeStreamCaptureMode", driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+    try:
+        yield
+    finally:
+        _call("cuThreadExchangeStreamCaptureMode", before)
+
+
+@contextmanager
 def on_device(device: int) -> Iterator[None]:
     """Make a GPU's primary context, which torch uses too, the current one of this thread."""
     context = primary_context(device)
@@ -282,7 +293,9 @@ class Module:
             if shared_bytes:
                 _call("cuKernelSetAttribute", attribute, shared_bytes, handle, _call("cuDeviceGet", device))
             with on_device(device):
-                loaded[device] = Kernel(name, device, _call("cuKernelGetFunction", handle), shared_bytes)
+                function = _call("cuKernelGetFunction", handle)
+                _call("cuFuncLoad", function)  # whatever CUDA_MODULE_LOADING says
+                loaded[device] = Kernel(name, device, function, shared_bytes)
         return loaded
 
 
@@ -297,19 +310,29 @@ class Kernel:
 
     def launch(self, num_ctas: int, num_threads: int, arguments: Sequence[Any], stream: torch.cuda.Stream) -> None:
         """Put a launch on a stream. ``arguments`` are ctypes values, in the kernel's order; they are copied."""
-        pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
-        grid, block = (num_ctas, 1, 1), (num_threads, 1, 1)
+        self.launch_packed(num_ctas, num_threads, PackedArguments(arguments), stream.cuda_stream)
+
+    def launch_packed(self, num_ctas: int, num_threads: int, arguments: PackedArguments, stream: int) -> None:
+        """`launch` with packed arguments and a stream as the driver knows it: what a call of the layer makes."""
+        addresses, driver = arguments.address, _driver()
+        shape = (num_ctas, 1, 1, num_threads, 1, 1)
+        if torch.cuda.current_device() == self.device:
+            (status,) = driver.cuLaunchKernel(self.function, *shape, self.shared_bytes, stream, addresses, 0)
+            if status == driver.CUresult.CUDA_SUCCESS:
+                return
+            if status != driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:  # a thread that has not used the GPU yet
+                raise RuntimeError(f"cuLaunchKernel of {self.name} with {num_ctas} CTAs: {status.name}")
         with on_device(self.device):
-            _call(
-                "cuLaunchKernel",
-                self.function,
-                *grid,
-                *block,
-                self.shared_bytes,
-                stream.cuda_stream,
-                ctypes.addressof(pointers),
-                0,
-            )
+            _call("cuLaunchKernel", self.function, *shape, self.shared_bytes, stream, addresses, 0)
+
+
+class PackedArguments:
+    """Pointers to ctypes values, as a launch takes them; the values may change from launch to launch."""
+
+    def __init__(self, arguments: Sequence[Any]) -> None:
+        self._arguments = tuple(arguments)  # kept alive with their addresses
+        self._pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
+        self.address = ctypes.addressof(self._pointers)
 
 
 def group_arguments(config: MegaMoEConfig) -> ctypes.Structure:
@@ -324,6 +347,26 @@ def group_arguments(config: MegaMoEConfig) -> ctypes.Structure:
 def _copy_stream(device: int) -> torch.cuda.Stream:
     """Of its own, since other streams may be busy with launches that wait; and one, since torch has few streams."""
     return torch.cuda.Stream(device)
+
+
+def copy_to_device(device: int, address: int, data: bytes) -> None:
+    """Copy bytes to a GPU and wait until they are there, past what other streams do and while a graph is captured."""
+    staging = (ctypes.c_char * len(data)).from_buffer_copy(data)
+    stream = _copy_stream(device)
+    with on_device(device), while_capturing():
+        _call("cuMemcpyHtoDAsync", address, ctypes.addressof(staging), len(data), stream.cuda_stream)
+        _call("cuStreamSynchronize", stream.cuda_stream)
+
+
+def allocate(device: int, num_bytes: int) -> int:
+    """Device memory outside of torch's pools, which belong to the graph while one is captured; give it to `free`."""
+    with on_device(device), while_capturing():
+        return int(_call("cuMemAlloc", num_bytes))
+
+
+def free(device: int, address: int) -> None:
+    with on_device(device):
+        _call("cuMemFree", address)
 
 
 class RankTable:
@@ -347,13 +390,17 @@ def rank_table_type(num_ranks: int) -> Any:
 
 
 @cache
-def _fused_module(device: int, ranks_here: int, l2_sf_granularity: int, bring_up: bool) -> Module:
+def _fused_module(
+    device: int, ranks_here: int, l2_sf_granularity: int, bring_up: bool, options: tuple[str, ...]
+) -> Module:
+    """``options`` are those of ``extra_options`` that ``build`` adds by itself: builds that differ live side by side."""
     return Module(build_fused(ranks_here, l2_sf_granularity, bring_up), [device])
 
 
 def fused_kernel(device: int, ranks_here: int, l2_sf_granularity: int, bring_up: bool) -> Kernel:
     """The fused kernel for a GPU, built and loaded at first use."""
-    return _fused_module(device, ranks_here, l2_sf_granularity, bring_up).kernels[FUSED_KERNEL][device]
+    module = _fused_module(device, ranks_here, l2_sf_granularity, bring_up, extra_options())
+    return module.kernels[FUSED_KERNEL][device]
 
 
 def open_ranks(group: Any, layout: Any, max_workers: int | None = None) -> Any:

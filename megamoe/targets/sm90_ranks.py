@@ -7,14 +7,13 @@ grid; virtual ranks wait in a queue until each rank of the GPU has a launch, so 
 from __future__ import annotations
 
 import ctypes
-import time
+import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megamoe.config import MegaMoEConfig
@@ -27,7 +26,8 @@ BLOCK_M, BLOCK_N, BLOCK_K = 128, 256, 128
 BOX_ROWS, BOX_COLUMNS = 64, 128
 MAX_HIDDEN = 16384
 _MAP_BYTES = 128
-_POLL_S = 0.0005
+_MAPS_BYTES = 6 * _MAP_BYTES
+_MAPS_IN_CHUNK = 64
 
 
 def check_config(config: MegaMoEConfig) -> None:
@@ -138,26 +138,100 @@ def _symmetric_memory(group: DistributedGroup, num_bytes: int, device: torch.dev
     own.zero_()
     handle = symmetric_memory.rendezvous(own, group.process_group)
     torch.cuda.synchronize(device)
-    dist.barrier(group=group.process_group)
+    group.barrier()
     return [handle.get_buffer(rank, (num_bytes,), torch.uint8) for rank in range(group.num_ranks)], (own, handle)
 
 
-def devices_of(group: LocalGroup | DistributedGroup) -> list[int]:
-    """The GPU of every rank: a process's current one, or virtual ranks in blocks over the GPUs there are."""
-    if isinstance(group, DistributedGroup):
-        return list(group.all_gather(torch.cuda.current_device()))
-    gpus = torch.cuda.device_count() if group.num_gpus is None else group.num_gpus
-    if not 1 <= gpus <= torch.cuda.device_count():
-        raise ValueError(f"num_gpus: got {gpus}, expected 1 to the {torch.cuda.device_count()} GPUs of this machine")
+def _own_device(group: DistributedGroup) -> int:
+    """This process's current GPU. Collective.
+
+    Raises:
+        ValueError: on every rank, if two of them have the same one.
+    """
+    device = torch.cuda.current_device()
+    uuids = group.all_gather(str(torch.cuda.get_device_properties(device).uuid))
+    for rank, uuid in enumerate(uuids):
+        if uuids.index(uuid) != rank:
+            raise ValueError(
+                f"group: got ranks {uuids.index(uuid)} and {rank} on one GPU ({uuid}), expected one GPU a rank: call "
+                "torch.cuda.set_device(local rank) first"
+            )
+    return device
+
+
+def _virtual_devices(group: LocalGroup) -> list[int]:
+    """The GPU of every virtual rank, in blocks over the GPUs of the group."""
+    there = torch.cuda.device_count()
+    gpus = there if group.num_gpus is None else group.num_gpus
+    if not 1 <= gpus <= there:
+        raise ValueError(f"num_gpus: got {gpus}, expected 1 to the {there} GPUs of this machine")
     gpus = min(gpus, group.num_ranks)
     return [rank * gpus // group.num_ranks for rank in range(group.num_ranks)]
+
+
+class MapStore:
+    """Tensor maps of one rank in its GPU's memory, one set for each pair of weights that it was launched with.
+
+    Keyed by address: shapes come from the config, so other weights at an address that is used again have the same maps.
+    A set stays until the buffer is closed, since a captured graph may hold its address.
+    """
+
+    def __init__(self, device: int, encode: Callable[[int, int], bytes]) -> None:
+        self._device = device
+        self._encode = encode
+        self._sets: dict[tuple[int, int], int] = {}
+        self._chunks: list[int] = []
+
+    def address(self, l1_weight: int, l2_weight: int) -> int:
+        """Where ``TensorMaps`` for these weights lie."""
+        found = self._sets.get((l1_weight, l2_weight))
+        return self._add(l1_weight, l2_weight) if found is None else found
+
+    def _add(self, l1_weight: int, l2_weight: int) -> int:
+        place = len(self._sets) % _MAPS_IN_CHUNK
+        if place == 0:
+            self._chunks.append(sm90.allocate(self._device, _MAPS_IN_CHUNK * _MAPS_BYTES))
+        address = self._chunks[-1] + place * _MAPS_BYTES
+        sm90.copy_to_device(self._device, address, self._encode(l1_weight, l2_weight))
+        self._sets[l1_weight, l2_weight] = address
+        return address
+
+    def close(self) -> None:
+        for chunk in self._chunks:
+            sm90.free(self._device, chunk)
+        self._chunks.clear()
+        self._sets.clear()
 
 
 # --- launching ---------------------------------------------------------------------------------------------------
 
 
+def _current_stream(device: int) -> int:
+    """The stream as the driver knows it: torch's own object for it costs ten times as much."""
+    return torch._C._cuda_getCurrentRawStream(device)
+
+
+def _is_capturing(stream: int) -> bool:
+    status = sm90._call("cuStreamIsCapturing", stream)
+    return bool(status != sm90._driver().CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """A rank's launch that waits for those of the other ranks of its grid."""
+
+    entry: Any
+    keep_alive: object
+    stream: int
+    captured: bool
+
+
 class Grid:
-    """The ranks of one GPU that are launched together."""
+    """The ranks of one GPU that are launched together.
+
+    As with every kernel that torch launches, the stream's order is what protects tensors: one that is freed while the
+    launch runs is used again only behind it, unless another stream takes it (``Tensor.record_stream``).
+    """
 
     def __init__(self, layout: BufferLayout, device: int, ranks: Sequence[int], max_ctas: int | None) -> None:
         self.layout = layout
@@ -166,50 +240,100 @@ class Grid:
         sms = torch.cuda.get_device_properties(device).multi_processor_count
         ctas = sms if max_ctas is None else min(sms, max_ctas * len(self.ranks))
         self.ctas_per_rank = max(1, ctas // len(self.ranks))
-        self._waiting: dict[int, deque[tuple[ctypes.Structure, object, torch.cuda.Stream]]] = {
-            rank: deque() for rank in self.ranks
-        }
+        self._waiting: dict[int, deque[_Waiting]] = {rank: deque() for rank in self.ranks}
         self._group = sm90.group_arguments(layout.config)
-        self._kept: deque[tuple[torch.cuda.Event, object]] = deque()
+        self._packed: dict[int, tuple[Any, sm90.PackedArguments]] = {}
+        self._streams: set[int] = set()  # with launches that nobody waited for
+        self._captured = False
 
-    def submit(self, entry: Any, keep_alive: object, stream: torch.cuda.Stream) -> None:
-        """Queue a rank's launch; the grid starts once every rank of the GPU has one."""
-        self._waiting[entry.rank].append((entry, keep_alive, stream))
+    def load(self) -> None:
+        """Load the kernels of the whole grid."""
+        for bring_up in (False, True):
+            sm90.fused_kernel(self.device, len(self.ranks), self.layout.config.l2_sf_granularity, bring_up)
+
+    def submit(self, entry: Any, keep_alive: object, stream: int) -> None:
+        """Queue a rank's launch, copying its arguments; the grid starts once every rank of the GPU has one."""
+        captured = _is_capturing(stream)
+        if len(self.ranks) == 1:
+            self._start([_Waiting(entry, keep_alive, stream, captured)])
+            return
+        copied = type(entry).from_buffer_copy(entry)
+        self._waiting[entry.rank].append(_Waiting(copied, keep_alive, stream, captured))
         if all(self._waiting.values()):
-            self._start(self.ranks)
+            self._start([self._waiting[rank].popleft() for rank in self.ranks])
 
     def flush(self) -> None:
         """Start what waits, although some ranks have nothing: they do not launch, and the others will say so."""
         while present := [rank for rank in self.ranks if self._waiting[rank]]:
-            self._start(present)
+            self._start([self._waiting[rank].popleft() for rank in present])
 
-    def _start(self, ranks: Sequence[int]) -> None:
-        launches = [self._waiting[rank].popleft() for rank in ranks]
-        bring_up = any(entry.launch.stage != 6 or entry.launch.debug for entry, _, _ in launches)
-        kernel = sm90.fused_kernel(self.device, len(ranks), self.layout.config.l2_sf_granularity, bring_up)
-        table = sm90.rank_table_type(len(ranks))(*(entry for entry, _, _ in launches))
-        stream = launches[0][2]
-        kernel.launch(self.ctas_per_rank * len(ranks), sm90.FUSED_THREADS, [self._group, table], stream)
-        event = torch.cuda.Event()
-        event.record(stream)
-        self._kept.append((event, [keep for _, keep, _ in launches]))
-        while self._kept and self._kept[0][0].query():
-            self._kept.popleft()
+    def _start(self, launches: Sequence[_Waiting]) -> None:
+        captured = launches[0].captured
+        if any(launch.captured != captured for launch in launches):
+            raise RuntimeError(
+                f"ranks {[launch.entry.rank for launch in launches]} of one GPU start together, but only some of their "
+                "launches are captured into a graph: capture the launches of all ranks, or of none"
+            )
+        stream = launches[0].stream
+        others = {launch.stream for launch in launches} - {stream}
+        for other in others:
+            self._order(other, then=stream)
+        bring_up = any(launch.entry.launch.stage != 6 or launch.entry.launch.debug for launch in launches)
+        kernel = sm90.fused_kernel(self.device, len(launches), self.layout.config.l2_sf_granularity, bring_up)
+        table, packed = self._table(len(launches))
+        for index, launch in enumerate(launches):
+            table[index] = launch.entry
+        kernel.launch_packed(self.ctas_per_rank * len(launches), sm90.FUSED_THREADS, packed, stream)
+        for other in others:
+            self._order(stream, then=other)
+        if captured:
+            self._captured = True
+        else:
+            self._streams.add(stream)
+
+    def _table(self, num_ranks: int) -> tuple[Any, sm90.PackedArguments]:
+        """The ranks' table and the packed arguments that point at it; a launch copies both."""
+        packed = self._packed.get(num_ranks)
+        if packed is None:
+            table = sm90.rank_table_type(num_ranks)()
+            packed = self._packed[num_ranks] = table, sm90.PackedArguments([self._group, table])
+        return packed
+
+    def _order(self, first: int, *, then: int) -> None:
+        """What comes next on stream ``then`` runs after what is on stream ``first`` now."""
+        with sm90.on_device(self.device):
+            event = sm90._call("cuEventCreate", sm90._driver().CUevent_flags.CU_EVENT_DISABLE_TIMING.value)
+            sm90._call("cuEventRecord", event, first)
+            sm90._call("cuStreamWaitEvent", then, event, 0)
+            sm90._call("cuEventDestroy", event)  # once it has happened
 
     def synchronize(self, timeout_s: float | None) -> bool:
-        """Wait for every launch so far. False when that took longer than ``timeout_s``."""
+        """Wait for every launch so far, replays of captured ones too. False when that took longer than ``timeout_s``.
+
+        Raises:
+            ValueError: a graph is being captured; its launches have not run.
+        """
+        if _is_capturing(_current_stream(self.device)):
+            raise ValueError("check: got a call while a graph is captured, expected one outside of the capture")
         self.flush()
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while self._kept:
-            if deadline is None:
-                self._kept[0][0].synchronize()
-            elif not self._kept[0][0].query():
-                if time.monotonic() > deadline:
-                    return False
-                time.sleep(_POLL_S)
-                continue
-            self._kept.popleft()
+        if timeout_s is None:
+            self._wait()
+        else:
+            waiting = threading.Thread(target=self._wait, daemon=True)
+            waiting.start()
+            waiting.join(timeout_s)
+            if waiting.is_alive():
+                return False
         return True
+
+    def _wait(self) -> None:
+        if self._captured:  # replays may be on any stream
+            torch.cuda.synchronize(self.device)
+        else:
+            with sm90.on_device(self.device):
+                for stream in tuple(self._streams):
+                    sm90._call("cuStreamSynchronize", stream)
+        self._streams.clear()
 
 
 class Sm90Rank:
@@ -218,13 +342,17 @@ class Sm90Rank:
     def __init__(self, layout: BufferLayout, rank: int, memories: Sequence[Tensor], grid: Grid, keep: object) -> None:
         self.layout = layout
         self.rank = rank
-        self.device = torch.device("cuda", grid.device)
+        self.device = memories[rank].device
         self._memories = list(memories)
         self._grid = grid
         self._keep = keep
         self._status = sm90.HostStatus(grid.device)
         self._bases = torch.tensor([memory.data_ptr() for memory in memories], dtype=torch.int64, device=self.device)
-        self._maps: dict[tuple[int, int], Tensor] = {}
+        base = self.memory.data_ptr()
+        self._maps = MapStore(grid.device, lambda l1, l2: tensor_maps(layout, base, l1, l2))
+        self._entry: Any = sm90.RANK_ARGUMENTS_STRUCT.ctype(
+            bases=self._bases.data_ptr(), host_status=self._status.device_address, rank=rank
+        )
 
     @property
     def status(self) -> Any:
@@ -242,31 +370,22 @@ class Sm90Rank:
     def launch(self, arguments: Any, keep_alive: object, stream: torch.cuda.Stream | None = None) -> None:
         """Put a launch on ``stream``, or on the current stream of this rank's GPU."""
         arguments.launch = 0  # the grid's own number tells launches apart, also replays of a captured one
-        entry: Any = sm90.RANK_ARGUMENTS_STRUCT.ctype(
-            bases=self._bases.data_ptr(),
-            host_status=self._status.device_address,
-            launch=arguments,
-            maps=self._maps_for(arguments.l1_weight, arguments.l2_weight).data_ptr(),
-            rank=self.rank,
+        entry = self._entry
+        entry.launch = arguments
+        entry.maps = self._maps.address(arguments.l1_weight, arguments.l2_weight)
+        self._grid.submit(
+            entry, keep_alive, _current_stream(self._grid.device) if stream is None else stream.cuda_stream
         )
-        self._grid.submit(entry, keep_alive, stream or torch.cuda.current_stream(self.device))
-
-    def _maps_for(self, l1_weight: int, l2_weight: int) -> Tensor:
-        maps = self._maps.get((l1_weight, l2_weight))
-        if maps is None:
-            encoded = bytearray(tensor_maps(self.layout, self.memory.data_ptr(), l1_weight, l2_weight))
-            maps = torch.frombuffer(encoded, dtype=torch.uint8).to(self.device)
-            torch.cuda.current_stream(self.device).synchronize()
-            self._maps[l1_weight, l2_weight] = maps
-        return maps
 
     def synchronize(self, timeout_s: float | None = None) -> bool:
         return self._grid.synchronize(timeout_s)
 
     def close(self) -> None:
+        """After `synchronize`: give back what no view holds."""
         self._memories = []
         self._keep = None
-        self._maps.clear()
+        self._maps.close()
+        self._status.close()
 
 
 def open_ranks(
@@ -278,25 +397,21 @@ def open_ranks(
         max_workers: CTAs a rank may have; None: all its share of the GPU.
     """
     check_config(layout.config)
-    devices = devices_of(group)
+    keep: object = None
     if isinstance(group, DistributedGroup):
-        device = torch.device("cuda", torch.cuda.current_device())
-        memories, keep = _symmetric_memory(group, layout.num_bytes, device)
-        here = [group.rank]
+        gpu = _own_device(group)
+        here = {group.rank: gpu}
+        memories, keep = _symmetric_memory(group, layout.num_bytes, torch.device("cuda", gpu))
     else:
-        sm90.enable_peer_access(sorted(set(devices)))
-        memories = [torch.zeros(layout.num_bytes, dtype=torch.uint8, device=f"cuda:{gpu}") for gpu in devices]
-        for gpu in set(devices):
+        here = dict(enumerate(_virtual_devices(group)))
+        sm90.enable_peer_access(sorted(set(here.values())))
+        memories = [torch.zeros(layout.num_bytes, dtype=torch.uint8, device=f"cuda:{gpu}") for gpu in here.values()]
+        for gpu in set(here.values()):
             torch.cuda.synchronize(gpu)
-        keep, here = None, list(range(group.num_ranks))
-    own_devices = {
-        rank: torch.cuda.current_device() if isinstance(group, DistributedGroup) else devices[rank] for rank in here
-    }
     grids = {
-        gpu: Grid(layout, gpu, [rank for rank in here if own_devices[rank] == gpu], max_workers)
-        for gpu in sorted(set(own_devices.values()))
+        gpu: Grid(layout, gpu, [rank for rank, own in here.items() if own == gpu], max_workers)
+        for gpu in sorted(set(here.values()))
     }
-    for gpu, grid in grids.items():  # loaded before anything spins
-        for bring_up in (False, True):
-            sm90.fused_kernel(gpu, len(grid.ranks), layout.config.l2_sf_granularity, bring_up)
-    return [Sm90Rank(layout, rank, memories, grids[own_devices[rank]], keep) for rank in here]
+    for grid in grids.values():  # loaded before anything spins
+        grid.load()
+    return [Sm90Rank(layout, rank, memories, grids[gpu], keep) for rank, gpu in here.items()]
