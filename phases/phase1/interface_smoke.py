@@ -73,7 +73,7 @@ def check_views(phase: Phase, checks: CaseChecks, *, config: MegaMoEConfig) -> N
 
 def check_peer_views(phase: Phase, checks: CaseChecks) -> None:
     """Every rank sees in every other rank's buffer what that one wrote into its own."""
-    config = make_config(phase.ranks.num_ranks, shape=ODD, capacity=CAPACITY)
+    config = make_config(phase.ranks, shape=ODD, capacity=CAPACITY)
     buffers = phase.launcher.buffers(config)
     phase.ranks.barrier()
     for buffer in buffers.values():
@@ -88,13 +88,13 @@ def check_peer_views(phase: Phase, checks: CaseChecks) -> None:
 def check_fill(phase: Phase, checks: CaseChecks) -> None:
     """fill() quantises and copies; rows beyond the tokens stay as they were."""
     ranks = phase.ranks.num_ranks
-    config = make_config(ranks, shape=ODD, capacity=CAPACITY)
+    config = make_config(phase.ranks, shape=ODD, capacity=CAPACITY)
     tokens = make_tokens(Workload("fill", config, tuple(rank % CAPACITY for rank in range(1, ranks + 1))))
     for rank, buffer in phase.launcher.buffers(config).items():
         given, inputs = tokens[rank], tokens[rank].quantised()
         for name in ("x", "x_sf", "topk_idx", "topk_weights"):
             as_bits(buffer.view(name)).fill_(7)
-        count = buffer.fill(given.x, given.topk_idx, given.topk_weights)
+        count = buffer.fill(*(part.to(buffer.device) for part in (given.x, given.topk_idx, given.topk_weights)))
         checks.require(count == given.num_tokens, f"rank {rank}: fill() gave {count}, expected {given.num_tokens}")
         for name in ("x", "x_sf", "topk_idx", "topk_weights"):
             view = buffer.view(name)
@@ -105,7 +105,7 @@ def check_fill(phase: Phase, checks: CaseChecks) -> None:
 
 def check_weight_transform(phase: Phase, checks: CaseChecks) -> None:
     """Gate and up rows alternate in eights, scales stay, and the inverse gives the natural weights back."""
-    config = make_config(phase.ranks.num_ranks, shape=ODD, capacity=CAPACITY)
+    config = make_config(phase.ranks, shape=ODD, capacity=CAPACITY)
     half = config.intermediate_hidden
     for rank in phase.ranks.local:
         natural_l1, natural_l2 = natural_weights(config, rank)
@@ -131,7 +131,7 @@ def check_weight_transform(phase: Phase, checks: CaseChecks) -> None:
 
 def check_empty_kernel(phase: Phase, checks: CaseChecks) -> None:
     """Launches that stop after the interface end, count epochs, and leave every view and y alone."""
-    config = make_config(phase.ranks.num_ranks, shape=ODD, capacity=CAPACITY)
+    config = make_config(phase.ranks, shape=ODD, capacity=CAPACITY)
     buffers = phase.launcher.buffers(config)
     before = {rank: buffer.epoch for rank, buffer in buffers.items()}
     y = {
@@ -165,7 +165,7 @@ def _refusal(bad: BadCall) -> str:
 
 def check_bad_calls(phase: Phase, checks: CaseChecks) -> None:
     """Each is refused with a ValueError that names the argument, and nothing is launched."""
-    config = make_config(phase.ranks.num_ranks, shape=ODD, capacity=CAPACITY)
+    config = make_config(phase.ranks, shape=ODD, capacity=CAPACITY)
     for rank, buffer in phase.launcher.buffers(config).items():
         before = buffer.epoch
         for bad in [*bad_calls(buffer, phase.launcher.weights(config, rank)), *bad_configs(config)]:
@@ -177,7 +177,7 @@ def check_bad_calls(phase: Phase, checks: CaseChecks) -> None:
 
 def check_different_configs(phase: Phase, checks: CaseChecks) -> None:
     """Rank 1 asks for another width: every rank is told which, and what the others asked for."""
-    config = make_config(phase.ranks.num_ranks, shape=ODD, capacity=CAPACITY)
+    config = make_config(phase.ranks, shape=ODD, capacity=CAPACITY)
     own = replace(config, hidden=config.hidden + 128) if phase.ranks.process == 1 else config
     problem = _refusal(
         BadCall("different configs", lambda: open_buffer(phase.ranks, own), ("hidden", "640", "768", "rank 1"))
@@ -187,7 +187,7 @@ def check_different_configs(phase: Phase, checks: CaseChecks) -> None:
 
 def check_closed_buffer(phase: Phase, checks: CaseChecks) -> None:
     """A closed buffer refuses views, filling and launches; a new one works in its place."""
-    config = make_config(phase.ranks.num_ranks, capacity=CAPACITY, tiles=TILES[2])
+    config = make_config(phase.ranks, capacity=CAPACITY, tiles=2)
     buffers = phase.launcher.buffers(config)
     phase.ranks.barrier()
     weights = {rank: phase.launcher.weights(config, rank) for rank in buffers}
@@ -208,10 +208,10 @@ def check_closed_buffer(phase: Phase, checks: CaseChecks) -> None:
 
 
 def make_cases(phase: Phase) -> CaseList:
-    ranks = phase.ranks.num_ranks
     views = []
-    for tiles, granularity in zip(TILES, (128, 64, 128), strict=True):
-        config = make_config(ranks, shape=ODD, tiles=tiles, granularity=granularity, capacity=CAPACITY)
+    # A target with one shape of tiles has it three times; one variant a granularity is enough there.
+    for tiles, granularity in dict.fromkeys(zip(TILES[phase.ranks.target], (128, 64, 128), strict=True)):
+        config = make_config(phase.ranks, shape=ODD, tiles=tiles, granularity=granularity, capacity=CAPACITY)
         name = f"views[block_m={tiles[0]},l2_sf_granularity={granularity}]"
         views.append(Variant(name, partial(check_views, config=config)))
     processes = phase.ranks.kind == "process"

@@ -11,7 +11,7 @@ from phases.support.checks import CaseChecks
 from phases.support.inputs import Workload
 from phases.support.numeric import WorkloadComparison, all_windows, numeric_variants
 from phases.support.runner import CaseList, Phase, Variant, run_phase
-from phases.support.workloads import TILES, TOKENS, make_config
+from phases.support.workloads import TILES, make_config, tokens_of
 
 
 def compare_every_window(phase: Phase, checks: CaseChecks, *, work: Workload) -> None:
@@ -24,11 +24,12 @@ def compare_every_window(phase: Phase, checks: CaseChecks, *, work: Workload) ->
 
 
 def make_cases(phase: Phase) -> CaseList:
-    ranks = phase.ranks.num_ranks
+    ranks = phase.ranks
+    shapes = TILES[ranks.target]
     # With 32-row blocks a window holds four blocks, of several experts; a tile of 512 columns holds four windows.
     works = [
-        Workload(f"windows[block_m={tiles[0]}]", make_config(ranks, tiles=tiles), (TOKENS[ranks],) * ranks)
-        for tiles in (TILES[0], TILES[2])
+        Workload(f"windows[block_m={tiles[0]}]", make_config(ranks, tiles=tiles), tokens_of(ranks))
+        for tiles in dict.fromkeys((shapes[0], shapes[2]))
     ]
     variants = [Variant(work.name, partial(compare_every_window, work=work)) for work in works]
     return {**numeric_variants(phase), "windows": variants}

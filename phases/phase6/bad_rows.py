@@ -15,15 +15,14 @@ from phases.support.inputs import Tokens, Workload, make_tokens
 from phases.support.launches import Launch
 from phases.support.oracle import layer_answers
 from phases.support.runner import Phase
-from phases.support.workloads import TILES, make_config
+from phases.support.workloads import make_config
 
 TOKENS = 12
 
 
 def _start(phase: Phase, name: str) -> tuple[MegaMoEConfig, list[Tokens]]:
-    ranks = phase.ranks.num_ranks
-    config = make_config(ranks, tiles=TILES[2])
-    return config, make_tokens(Workload(name, config, (TOKENS,) * ranks))
+    config = make_config(phase.ranks, tiles=2)
+    return config, make_tokens(Workload(name, config, (TOKENS,) * config.num_ranks))
 
 
 def _compare_rows(checks: CaseChecks, launch: Launch, clean: Launch, bad: Sequence[Tensor], why: str) -> None:

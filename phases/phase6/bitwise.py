@@ -14,7 +14,7 @@ from phases.support.inputs import Tokens, Workload, concatenate, make_tokens, sp
 from phases.support.launches import Launch, Launcher, Options, as_bits, wait
 from phases.support.ranks import Ranks
 from phases.support.runner import Phase
-from phases.support.workloads import ODD, TILES, make_config
+from phases.support.workloads import ODD, make_config
 
 WORLD_SIZES = (1, 2, 4, 8)
 EXPERTS = 8
@@ -22,7 +22,7 @@ EXPERTS = 8
 
 
 def _case_config(phase: Phase, num_experts: int | None = None) -> MegaMoEConfig:
-    return make_config(phase.ranks.num_ranks, tiles=TILES[2], num_experts=num_experts)
+    return make_config(phase.ranks, tiles=2, num_experts=num_experts)
 
 
 def _uneven(num_ranks: int, most: int = 12) -> tuple[int, ...]:
@@ -48,10 +48,11 @@ def all_answers(phase: Phase, launch: Launch) -> list[Tensor]:
 
 
 def virtual_answers(phase: Phase, config: MegaMoEConfig, tokens: Sequence[Tokens], workers: int) -> list[Tensor]:
-    """y of every rank of a fresh virtual group with these inputs, all in this process."""
+    """y of every rank of a fresh virtual group with these inputs, all in this process, with so many workers a rank:
+    threads, or CTAs of one GPU."""
     size, target = config.num_ranks, phase.ranks.target
-    ranks = Ranks("virtual", target, size, tuple(range(size)), VirtualGroup(size, target, workers), 0)
-    launcher = Launcher(ranks)
+    group = VirtualGroup(size, target, workers, num_gpus=1)
+    launcher = Launcher(Ranks("virtual", target, size, tuple(range(size)), group, 0), max_ctas=workers)
     launch = launcher.launch(config, tokens)
     answers = [launch.y[rank].cpu() for rank in range(size)]
     launcher.close()
@@ -80,13 +81,38 @@ def check_tile_shapes(phase: Phase, checks: CaseChecks, *, granularity: int) -> 
     shapes = [(128, 256, 128), (64, 256, 256), (32, 512, 128), (128, 512, 384), (64, narrowest, 512)]
     base: Launch | None = None
     for tiles in shapes:
-        config = make_config(phase.ranks.num_ranks, shape=ODD, tiles=tiles, granularity=granularity)
+        config = make_config(phase.ranks, shape=ODD, tiles=tiles, granularity=granularity)
         tokens = _tokens("tile_shapes", config, _uneven(phase.ranks.num_ranks))
         launch = phase.launcher.launch(config, tokens)
         if base is None:
             base = launch
         else:
             _compare(checks, launch.y, base.y, f"tiles {shapes[0]}, here {tiles}")
+
+
+def check_tile_heights(phase: Phase, checks: CaseChecks, *, granularity: int) -> None:
+    """The same tokens in short tiles, and in tall ones because others' rows share their block; values whose exponents
+    differ from column to column and from row to row as far as the formats go, so that the order of a sum shows."""
+    ranks = phase.ranks
+    config = make_config(
+        ranks, shape=ODD, granularity=granularity, num_experts=ranks.num_ranks, num_topk=1, capacity=256
+    )
+    few, more = (40,) * ranks.num_ranks, (200,) * ranks.num_ranks
+    tokens = [_spread_exponents(given, 20) for given in _tokens("tile_heights", config, few)]
+    extra = [_spread_exponents(given, 20) for given in _tokens("tile_heights, more", config, more)]
+    # Every expert gets rows of all ranks: with `few` at most 64, with `more` several blocks full.
+    short = phase.launcher.launch(config, [given.rows(slice(0, 64 // (2 * ranks.num_ranks) + 1)) for given in tokens])
+    tall = phase.launcher.launch(config, [concatenate(pair) for pair in zip(tokens, extra, strict=True)])
+    _compare(
+        checks, {rank: tall.y[rank][: len(y)] for rank, y in short.y.items()}, short.y, "short tiles, here tall ones"
+    )
+
+
+def _spread_exponents(given: Tokens, spread: int) -> Tokens:
+    """x times powers of two up to 2**(spread / 2) either way, in an order that differs from row to row."""
+    rows, columns = given.x.shape
+    steps = (torch.arange(rows).unsqueeze(1) * 7 + torch.arange(columns) * 11) % (spread + 1) - spread // 2
+    return replace(given, x=(given.x.float() * torch.exp2(steps.float())).to(torch.bfloat16))
 
 
 def check_world_sizes(phase: Phase, checks: CaseChecks) -> None:

@@ -8,9 +8,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from phases.phase6 import bad_rows, bitwise, repeated
 from phases.support.numeric import activation_clamp_variants, numeric_variants
+from phases.support.ranks import Ranks
 from phases.support.runner import CaseList, Phase, Variant, run_phase
 
 REAL_SIZE_RANKS = 8
+
+
+def _why_no_graph(ranks: Ranks) -> str:
+    if ranks.target == "sm90":
+        return "a capture takes the launches of one GPU; ranks that are processes or on one GPU run it"
+    return f"target {ranks.target} has no graphs to capture; target sm90 runs it"
 
 
 def make_cases(phase: Phase) -> CaseList:
@@ -27,11 +34,13 @@ def make_cases(phase: Phase) -> CaseList:
         "repeated_launches": repeated.check_repeated_launches,
     }
     cases = {name: [Variant(name, body)] for name, body in bodies.items()}
+    # Target sm90 chooses the height of a tile from the rows of its block, and has no other shapes.
+    check_tiles = bitwise.check_tile_shapes if ranks.target == "host" else bitwise.check_tile_heights
     cases["tile_shapes"] = [
-        Variant(f"tile_shapes[granularity={granularity}]", partial(bitwise.check_tile_shapes, granularity=granularity))
+        Variant(f"tile_shapes[granularity={granularity}]", partial(check_tiles, granularity=granularity))
         for granularity in (64, 128)
     ]
-    here = ranks.all_here and ranks.num_ranks == REAL_SIZE_RANKS
+    here = ranks.target == "sm90" or (ranks.all_here and ranks.num_ranks == REAL_SIZE_RANKS)
     cases["real_size"] = [
         Variant(
             "real_size",
@@ -39,12 +48,12 @@ def make_cases(phase: Phase) -> CaseList:
             "" if here else f"the weights of a real model fit once: {REAL_SIZE_RANKS} virtual ranks run it",
         )
     ]
-    graphs = ranks.target == "sm90"
+    graphs = ranks.target == "sm90" and ranks.kind != "spread"
     cases["graph_replay"] = [
         Variant(
             "graph_replay",
             repeated.check_graph_replay if graphs else None,
-            "" if graphs else f"target {ranks.target} has no graphs to capture; target sm90 runs it",
+            "" if graphs else _why_no_graph(ranks),
         )
     ]
     return {**numeric_variants(phase), "activation_clamp": activation_clamp_variants(phase), **cases}

@@ -15,7 +15,7 @@ from phases.support.numeric import run_workload
 from phases.support.oracle import layer_answers
 from phases.support.ranks import num_cores
 from phases.support.runner import Phase
-from phases.support.workloads import TILES, make_config
+from phases.support.workloads import REAL, make_config
 
 EPOCHS = 14
 CAPACITY = 20
@@ -36,7 +36,7 @@ def _epoch_tokens(config: MegaMoEConfig, epoch: int) -> list[Tokens]:
 def check_repeated_launches(phase: Phase, checks: CaseChecks) -> None:
     """Epoch after epoch without a barrier, each rank as fast as it can; every third takes its token count from the
     device, every fifth stops after dispatch."""
-    config = make_config(phase.ranks.num_ranks, shape=TINY_MODEL, tiles=TILES[2], capacity=CAPACITY)
+    config = make_config(phase.ranks, shape=TINY_MODEL, tiles=2, capacity=CAPACITY)
     buffers = phase.launcher.buffers(config)
     received = {
         rank: torch.zeros(config.experts_per_rank, dtype=torch.int32, device=buffer.device)
@@ -99,11 +99,11 @@ def torch_threads(number: int) -> Iterator[None]:
 
 
 def check_real_size(phase: Phase, checks: CaseChecks) -> None:
-    """hidden 7168 and intermediate 2048 over eight ranks: few tokens, of which two ranks have none."""
-    config = make_config(
-        phase.ranks.num_ranks, shape=(7168, 2048), tiles=(64, 256, 256), num_topk=2, num_experts=16, capacity=8
-    )
-    counts = tuple((3, 0, 2, 1)[rank % 4] for rank in range(phase.ranks.num_ranks))
+    """hidden 7168 and intermediate 2048; on the CPU a few tokens, of which some ranks have none, else up to 1000."""
+    ranks = phase.ranks
+    topk, tokens = (2, (3, 0, 2, 1)) if ranks.target == "host" else (6, (1000, 0, 48, 1))
+    config = make_config(ranks, shape=REAL, tiles=1, num_topk=topk, num_experts=16, capacity=max(tokens))
+    counts = tuple(tokens[rank % len(tokens)] for rank in range(ranks.num_ranks))
     work = Workload("real_size", config, counts, routing="random")
     with torch_threads(num_cores()):
         run_workload(phase, checks, work=work)
@@ -112,7 +112,7 @@ def check_real_size(phase: Phase, checks: CaseChecks) -> None:
 
 def check_graph_replay(phase: Phase, checks: CaseChecks) -> None:
     """One captured launch of every rank, replayed with other tokens and counts: y of eager launches, bit for bit."""
-    config = make_config(phase.ranks.num_ranks, shape=TINY_MODEL, tiles=TILES[0], capacity=CAPACITY)
+    config = make_config(phase.ranks, shape=TINY_MODEL, capacity=CAPACITY)
     options = Options(count_on_device=True)
     tokens = [_epoch_tokens(config, epoch) for epoch in range(4)]
     eager = [phase.launcher.launch(config, given, options) for given in tokens]

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 
-from megamoe.config import Stage
+from megamoe.config import Stage, ceil_div
 from phases.support.launches import Launch
 from phases.support.oracle import RankOracle
+from phases.support.workloads import MANY_TOKENS, TILES
 
 
 @dataclass
@@ -21,6 +22,7 @@ class Coverage:
         l1_tiles, l2_tiles: output tiles of a block, by number.
         window_rows, window_columns: chosen windows of L1 accumulators.
         block_m, l2_sf_granularity, hidden: of the configs.
+        block_halves: of 64 rows that blocks of 128 have in use: 1 or 2.
         tokens: of single ranks.
     """
 
@@ -32,6 +34,7 @@ class Coverage:
     window_rows: set[int] = field(default_factory=set)
     window_columns: set[int] = field(default_factory=set)
     block_m: set[int] = field(default_factory=set)
+    block_halves: set[int] = field(default_factory=set)
     l2_sf_granularity: set[int] = field(default_factory=set)
     hidden: set[int] = field(default_factory=set)
     tokens: set[int] = field(default_factory=set)
@@ -51,6 +54,8 @@ class Coverage:
         if launch.stage >= Stage.L2_GEMM:
             self.l2_tiles |= set(range(config.num_l2_tiles))
         self.block_m.add(config.block_m)
+        if config.block_m == 128:
+            self.block_halves |= {ceil_div(rows, 64) for rows in pool.block_rows.tolist()}
         self.l2_sf_granularity.add(config.l2_sf_granularity)
         self.hidden.add(config.hidden)
 
@@ -68,15 +73,18 @@ class Coverage:
                 getattr(merged, member.name).update(getattr(part, member.name))
         return merged
 
-    def lacks(self, stage: Stage) -> list[str]:
-        """What a phase of this stage has to have compared and has not."""
+    def lacks(self, stage: Stage, target: str) -> list[str]:
+        """What a phase of this stage has to have compared on a target and has not."""
+        heights = {tiles[0] for tiles in TILES[target]}
+        tokens = {0, 1, 8, 48, 192, MANY_TOKENS[target]}
         wanted = [
             (len(self.experts) >= 2, f"several experts, compared {sorted(self.experts)}"),
             (len(self.pool_blocks) >= 2, f"several pool blocks, compared {sorted(self.pool_blocks)}"),
             (max(self.expert_blocks, default=0) >= 1, "an expert with several pool blocks"),
-            (self.block_m == {32, 64, 128}, f"BLOCK_M 32, 64 and 128, compared {sorted(self.block_m)}"),
+            (self.block_m == heights, f"BLOCK_M {sorted(heights)}, compared {sorted(self.block_m)}"),
+            (self.block_halves == {1, 2}, f"blocks of up to 64 rows and of more: halves {sorted(self.block_halves)}"),
             (len(self.hidden) >= 2, f"several model widths, compared {sorted(self.hidden)}"),
-            ({0, 1, 8, 48, 192} <= self.tokens, f"tokens 0, 1, 8, 48 and 192, compared {sorted(self.tokens)}"),
+            (tokens <= self.tokens, f"tokens {sorted(tokens)}, compared {sorted(self.tokens)}"),
         ]
         if stage >= Stage.L1_GEMM:
             wanted.append((len(self.l1_tiles) >= 2, f"several L1 tiles of a block, compared {sorted(self.l1_tiles)}"))

@@ -15,6 +15,7 @@ from megamoe.config import MegaMoEConfig
 from megamoe.quant import E4M3, quantize_activations, quantize_weights
 from megamoe.reference import RankInputs
 
+CPU = torch.device("cpu")
 ACTIVATIONS = ("normal", "heavy_tailed", "all_positive", "tiny_and_huge", "zero_rows")
 ROUTINGS = ("random", "one_expert", "counts", "duplicate")
 _HEAVY_CHANNELS, _HEAVY_FACTOR = 5, 50.0
@@ -159,33 +160,37 @@ def _base_matrix(rows: int, columns: int) -> tuple[Tensor, Tensor]:
     return quantised.view(torch.uint8).reshape(-1), scales
 
 
-def _matrices(kind: str, experts: range, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+def _matrices(kind: str, experts: range, rows: int, columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """e4m3 [experts, rows, columns] with fp32 scales: one matrix, rolled differently for every expert, with scales that
     differ from block to block by up to a factor of 2, so that a wrong expert, row, column or scale shows."""
-    values, scales = _base_matrix(rows, columns)
-    weight = torch.empty(len(experts), rows * columns, dtype=torch.uint8)
-    sf = torch.empty(len(experts), *scales.shape)
+    values, scales = (part.to(device) for part in _base_matrix(rows, columns))
+    weight = torch.empty(len(experts), rows * columns, dtype=torch.uint8, device=device)
+    sf = torch.empty(len(experts), *scales.shape, device=device)
     for index, expert in enumerate(experts):
         draw = generator("expert", expert, rows, columns)
         shift = int(torch.randint(values.numel(), (1,), generator=draw))
         weight[index, shift:] = values[: values.numel() - shift]
         weight[index, :shift] = values[values.numel() - shift :]
-        sf[index] = scales * (0.5 + torch.rand(scales.shape, generator=draw))
+        sf[index] = scales * (0.5 + torch.rand(scales.shape, generator=draw)).to(device)
     if kind == "positive":
         weight &= 0x7F
     return weight.reshape(len(experts), rows, columns).view(E4M3), sf
 
 
 def natural_weights(
-    config: MegaMoEConfig, rank: int, kind: str = "normal"
+    config: MegaMoEConfig, rank: int, kind: str = "normal", device: torch.device = CPU
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """((l1 weight, sf), (l2 weight, sf)) of a rank's experts in the order of checkpoints. They depend on the global
     expert and the shape only, so that other numbers of ranks have the same experts."""
     experts = range(rank * config.experts_per_rank, (rank + 1) * config.experts_per_rank)
     hidden, intermediate = config.hidden, config.intermediate_hidden
-    return _matrices(kind, experts, 2 * intermediate, hidden), _matrices(kind, experts, hidden, intermediate)
+    shapes = ((2 * intermediate, hidden), (hidden, intermediate))
+    l1, l2 = (_matrices(kind, experts, rows, columns, device) for rows, columns in shapes)
+    return l1, l2
 
 
-def make_weights(config: MegaMoEConfig, rank: int, kind: str = "normal") -> tuple[L1Weights, L2Weights]:
+def make_weights(
+    config: MegaMoEConfig, rank: int, kind: str = "normal", device: torch.device = CPU
+) -> tuple[L1Weights, L2Weights]:
     """`natural_weights`, transformed."""
-    return transform_weights_for_mega_moe(*natural_weights(config, rank, kind))
+    return transform_weights_for_mega_moe(*natural_weights(config, rank, kind, device))

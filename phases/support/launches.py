@@ -106,20 +106,22 @@ class Launcher:
     """Opens each buffer once, keeps the weights of the ranks here, and launches on all of them."""
 
     ranks: Ranks
+    max_ctas: int | None = None
     _buffers: dict[MegaMoEConfig, SymmBuffer | VirtualSymmBuffer] = field(default_factory=dict)
     _weights: dict[tuple[object, ...], tuple[L1Weights, L2Weights]] = field(default_factory=dict)
 
     def buffers(self, config: MegaMoEConfig) -> dict[int, SymmBuffer]:
         """By rank, of the ranks here. Collective at the first call for a config."""
         if config not in self._buffers:
-            self._buffers[config] = open_buffer(self.ranks, config)
+            self._buffers[config] = open_buffer(self.ranks, config, self.max_ctas)
         opened = self._buffers[config]
         return {buffer.rank: buffer for buffer in (opened.ranks if isinstance(opened, VirtualSymmBuffer) else [opened])}
 
     def weights(self, config: MegaMoEConfig, rank: int, kind: str = "normal") -> tuple[L1Weights, L2Weights]:
+        """Of a rank here, on its device."""
         shape = (config.num_experts, config.num_ranks, config.hidden, config.intermediate_hidden, rank, kind)
         if shape not in self._weights:
-            self._weights[shape] = make_weights(config, rank, kind)
+            self._weights[shape] = make_weights(config, rank, kind, self.buffers(config)[rank].device)
         return self._weights[shape]
 
     def launch(self, config: MegaMoEConfig, tokens: Sequence[Tokens], options: Options = WHOLE_LAYER) -> Launch:
@@ -157,7 +159,7 @@ class Launcher:
         for rank, buffer in launch.buffers.items():
             poison(buffer)
             given = tokens[rank]
-            buffer.fill(given.x, given.topk_idx, given.topk_weights)
+            buffer.fill(*(part.to(buffer.device) for part in (given.x, given.topk_idx, given.topk_weights)))
             launch.y[rank].fill_(torch.nan)
             launch.counts[rank].fill_(given.num_tokens)
 
@@ -187,7 +189,7 @@ class Launcher:
             self._buffers.pop(closing).close()
 
 
-def open_buffer(ranks: Ranks, config: MegaMoEConfig) -> SymmBuffer | VirtualSymmBuffer:
+def open_buffer(ranks: Ranks, config: MegaMoEConfig, max_ctas: int | None = None) -> SymmBuffer | VirtualSymmBuffer:
     """The buffer of a group for a config. Collective."""
     opened: SymmBuffer | VirtualSymmBuffer = get_symm_buffer_for_mega_moe(
         ranks.group,
@@ -199,6 +201,7 @@ def open_buffer(ranks: Ranks, config: MegaMoEConfig) -> SymmBuffer | VirtualSymm
         l2_sf_granularity=config.l2_sf_granularity,
         pool_rows=config.pool_rows,
         timeout_s=float(os.environ.get("MEGAMOE_TIMEOUT_S", STEP_TIMEOUT_S)),
+        max_ctas=max_ctas,
         schedule=Schedule(config.block_m, config.l1_block_n, config.l2_block_n),
     )
     if opened.config != config:

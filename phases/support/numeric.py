@@ -16,7 +16,7 @@ from phases.support.launches import Launch, Options, as_bits
 from phases.support.oracle import UNQUANTISED, Expected, RankOracle, RankReference, layer_answers
 from phases.support.runner import Phase, Variant
 from phases.support.view_specs import ORACLE, ViewSpec
-from phases.support.workloads import TILES, TOKENS, make_config, numeric_cases
+from phases.support.workloads import TILES, make_config, numeric_cases, tile_name, tokens_of
 
 CLAMP = 0.5
 """Well inside the range of gate and up here, so that both ends of the clamp are used."""
@@ -26,20 +26,27 @@ _EMPTY_WITH = {"all": "", "tokens": "tokens", "routes": "routes", "window": "rou
 
 def numeric_variants(phase: Phase) -> dict[str, list[Variant]]:
     """The cases that all phases from 2 on share."""
-    return {
+    variants = {
         case: [Variant(work.name, partial(run_workload, work=work)) for work in works]
-        for case, works in numeric_cases(phase.ranks.num_ranks, phase.stage).items()
+        for case, works in numeric_cases(phase.ranks, phase.stage).items()
     }
+    target = phase.ranks.target
+    variants["tiles"] += [
+        Variant(tile_name(tiles, 128), None, f"target {target} has tiles {TILES[target][0]}; target host runs it")
+        for tiles in TILES["host"]
+        if target != "host"
+    ]
+    return variants
 
 
 def activation_clamp_variants(phase: Phase) -> list[Variant]:
     """SwiGLU with a clamp, for both granularities."""
-    num_ranks = phase.ranks.num_ranks
+    ranks = phase.ranks
     works = [
         Workload(
             f"activation_clamp[l2_sf_granularity={granularity}]",
-            make_config(num_ranks, tiles=TILES[1], granularity=granularity),
-            (TOKENS[num_ranks],) * num_ranks,
+            make_config(ranks, tiles=1, granularity=granularity),
+            tokens_of(ranks),
             activation_clamp=CLAMP,
         )
         for granularity in (64, 128)

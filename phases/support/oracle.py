@@ -47,6 +47,10 @@ def _u64(values: Tensor) -> Tensor:
     return values.to(torch.int64).view(torch.uint64)
 
 
+def on_device(given: RankInputs, device: torch.device) -> RankInputs:
+    return RankInputs(*(part.to(device) for part in (given.x, given.x_sf, given.topk_idx, given.topk_weights)))
+
+
 class RankReference:
     """The oracle of one rank's owner side, for one set of inputs; each stage is computed when first asked for."""
 
@@ -62,7 +66,10 @@ class RankReference:
         self.rank = rank
         self.own = inputs[rank]
         self.l1, self.l2 = weights
-        self._inputs = inputs
+        # Works where the weights are, in float64; what is compared with the other rank's inputs stays where it was.
+        self._inputs = [
+            on_device(given, self.l1.weight.device) if source == rank else given for source, given in enumerate(inputs)
+        ]
         self._clamp = activation_clamp
 
     @cached_property
@@ -118,7 +125,7 @@ class RankOracle:
 
     @staticmethod
     def _take(whole: Tensor, rows: Tensor) -> Tensor:
-        return as_bits(whole).cpu()[rows].view(whole.dtype)
+        return as_bits(whole)[rows].cpu().view(whole.dtype)
 
     @cached_property
     def window_routes(self) -> Tensor:
@@ -195,7 +202,8 @@ class RankOracle:
 
     def partials_of_own_hidden(self) -> Tensor:
         """float64 [num_routes, H]: L2 of what the target itself left in l2_acts and l2_acts_sf."""
-        acts, scales = self.select("l2_acts", "routes"), self.select("l2_acts_sf", "routes")
+        device = self.reference.l2.weight.device
+        acts, scales = (self.select(view, "routes").to(device) for view in ("l2_acts", "l2_acts_sf"))
         return l2_gemm(self.config, self.pool, acts, scales, self.reference.l2)
 
     def y_of_own_partials(self) -> Tensor:
@@ -213,11 +221,12 @@ def layer_answers(launch: Launch, launcher: Launcher, *, quantize_hidden: bool =
     options: dict[str, Any] = {"quantize_hidden": quantize_hidden, "activation_clamp": launch.options.activation_clamp}
     weights = [launcher.weights(config, rank, launch.options.weights_kind) for rank in ranks.local]
     if ranks.all_here:
-        answers = moe_layer(config, launch.inputs, weights, **options)
-        return dict(enumerate(answers))
+        inputs = [on_device(given, l1.weight.device) for given, (l1, _) in zip(launch.inputs, weights, strict=True)]
+        return dict(enumerate(moe_layer(config, inputs, weights, **options)))
     (rank,) = ranks.local
     # Experts that no route names are never looked at, so this rank's weights can stand for those of the others.
-    narrowed = [_only_experts_of(launch, given, rank) for given in launch.inputs]
+    device = weights[0][0].weight.device
+    narrowed = [on_device(_only_experts_of(launch, given, rank), device) for given in launch.inputs]
     parts = moe_layer(config, narrowed, weights * config.num_ranks, **options)
     total = _sum(ranks, torch.cat(parts))
     return {rank: total.split([given.num_tokens for given in launch.inputs])[rank]}

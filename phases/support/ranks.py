@@ -25,7 +25,8 @@ class Ranks:
     """All ranks of a group, and which of them are here.
 
     Attributes:
-        kind: single, virtual or process.
+        kind: single; virtual: ranks of this process, on the CPU or on one GPU; spread: the same over all GPUs there
+            are; process: one process a rank.
         local: ranks in this process.
         group: what buffers are made of.
         process: this process's number among those of the step; 0 writes the record.
@@ -42,7 +43,15 @@ class Ranks:
     def all_here(self) -> bool:
         return self.kind != "process"
 
+    def settle(self) -> None:
+        """Wait until what was put on the GPUs of the ranks here has happened."""
+        if self.target == "sm90":
+            for gpu in range(torch.cuda.device_count()) if self.kind == "spread" else [torch.cuda.current_device()]:
+                torch.cuda.synchronize(gpu)
+
     def barrier(self) -> None:
+        """Every rank comes here, and sees what all others wrote into each other's buffers before."""
+        self.settle()
         if not self.all_here:
             dist.barrier()
 
@@ -55,10 +64,11 @@ class Ranks:
         return gathered
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum of each process's tensor, on every process."""
+        """The sum of each process's tensor, on the CPU of every process."""
+        total = values.cpu()
         if not self.all_here:
-            dist.all_reduce(values)
-        return values
+            dist.all_reduce(total)
+        return total
 
     def close(self) -> None:
         if not self.all_here:
@@ -81,10 +91,19 @@ def open_ranks(kind: str, target: str, num_ranks: int) -> Ranks:
     """
     if kind == "single" and num_ranks != 1:
         raise ValueError(f"--group single: got --ranks {num_ranks}, expected 1")
+    if kind == "spread" and target != "sm90":
+        raise ValueError(
+            f"--group spread: got --target {target}, expected sm90: there are no GPUs to spread ranks over"
+        )
     # The oracle's products here are small: a second thread spins more than it helps, and the host target has its own.
     torch.set_num_threads(1)
     if kind != "process":
-        group = VirtualGroup(num_ranks, target=target, num_workers=_WORKERS.get(num_ranks, 1))
+        group = VirtualGroup(
+            num_ranks,
+            target=target,
+            num_workers=_WORKERS.get(num_ranks, 1),
+            num_gpus=None if kind == "spread" else 1,
+        )
         return Ranks(kind, target, num_ranks, tuple(range(num_ranks)), group, 0)
     if not under_torchrun():
         raise ValueError(

@@ -23,7 +23,7 @@ from phases.support.launches import Launcher
 from phases.support.ranks import Ranks, open_ranks, under_torchrun
 from phases.support.view_specs import ViewSpec, load_views
 
-GROUPS = ("single", "virtual", "process")
+GROUPS = ("single", "virtual", "spread", "process")
 
 
 @dataclass
@@ -237,7 +237,7 @@ def _run_coverage(phase: Phase, record: Record, tally: _Tally) -> None:
         record.write("figure", name=name, value=value, unit="")
     if phase.stage is Stage.INTERFACE:
         return
-    lacks = merged.lacks(phase.stage)
+    lacks = merged.lacks(phase.stage, phase.ranks.target)
     tally.variants += 1
     tally.failed += bool(lacks)
     _note(phase, record, "coverage", not lacks, 0.0, "; ".join(f"lacks {what}" for what in lacks))

@@ -6,33 +6,49 @@ from collections.abc import Sequence
 
 from megamoe.config import MegaMoEConfig, Stage, ceil_div
 from phases.support.inputs import ACTIVATIONS, Workload
+from phases.support.ranks import Ranks
 
 # (hidden, intermediate_hidden). 640 has five scales a row, which 16-byte rows pad; of 640 and 384 the last L2 tile of
 # 256 columns is half empty; 1024 has only whole ones.
 SMALL = (384, 256)
 ODD = (640, 384)
 WIDE = (1024, 256)
+REAL = (7168, 2048)
 EXPERTS = {1: 6, 2: 8, 4: 8, 8: 16}
 TOPK = 3
 CAPACITY = 48
 TOKENS = {1: 48, 2: 24, 8: 8}
 """Tokens of a rank in the cases whose point is another one."""
 
-# (block_m, l1_block_n, l2_block_n)
-TILES = ((128, 256, 128), (64, 256, 256), (32, 512, 128))
+Tiles = tuple[int, int, int]
+"""(block_m, l1_block_n, l2_block_n)"""
+TILES: dict[str, tuple[Tiles, Tiles, Tiles]] = {
+    "host": ((128, 256, 128), (64, 256, 256), (32, 512, 128)),
+    "sm90": ((128, 256, 256),) * 3,
+}
+"""Three shapes that the cases of a target use by number. Target sm90 has one: it chooses between tiles of 128 and of 64
+rows for each block, from its counts."""
+BLOCK_EDGES: dict[str, dict[Tiles, tuple[int, ...]]] = {
+    "host": {tiles: (tiles[0],) for tiles in TILES["host"]},
+    "sm90": {TILES["sm90"][0]: (128, 64, 192)},
+}
+"""Rows around which an expert is cut into blocks, or blocks into tiles."""
 
 
 def make_config(
-    num_ranks: int,
+    ranks: Ranks,
     *,
     shape: tuple[int, int] = SMALL,
-    tiles: tuple[int, int, int] = TILES[0],
+    tiles: int | Tiles = 0,
     granularity: int = 128,
     num_experts: int | None = None,
     num_topk: int = TOPK,
     capacity: int = CAPACITY,
 ) -> MegaMoEConfig:
-    """A config of the cases; ranks that are not in EXPERTS have two experts each."""
+    """A config of the cases; numbers of ranks that are not in EXPERTS have two experts each. ``tiles``: a number of
+    TILES of the target, or a shape."""
+    num_ranks = ranks.num_ranks
+    block_m, l1_block_n, l2_block_n = TILES[ranks.target][tiles] if isinstance(tiles, int) else tiles
     return MegaMoEConfig(
         num_ranks=num_ranks,
         num_experts=num_experts or EXPERTS.get(num_ranks, 2 * num_ranks),
@@ -41,9 +57,9 @@ def make_config(
         intermediate_hidden=shape[1],
         num_max_tokens_per_rank=capacity,
         l2_sf_granularity=granularity,
-        block_m=tiles[0],
-        l1_block_n=tiles[1],
-        l2_block_n=tiles[2],
+        block_m=block_m,
+        l1_block_n=l1_block_n,
+        l2_block_n=l2_block_n,
     )
 
 
@@ -52,24 +68,23 @@ def _granularities(stage: Stage) -> tuple[int, ...]:
     return (128, 64) if stage >= Stage.L1_EPILOGUE else (128,)
 
 
-def _tokens(num_ranks: int, tokens: int | None = None) -> tuple[int, ...]:
-    return (tokens if tokens is not None else TOKENS.get(num_ranks, 16),) * num_ranks
+def tokens_of(ranks: Ranks, tokens: int | None = None) -> tuple[int, ...]:
+    """Of each rank, in the cases whose point is another one."""
+    return (tokens if tokens is not None else TOKENS.get(ranks.num_ranks, 16),) * ranks.num_ranks
 
 
-def numeric_cases(num_ranks: int, stage: Stage) -> dict[str, list[Workload]]:
+def numeric_cases(ranks: Ranks, stage: Stage) -> dict[str, list[Workload]]:
     """By case name; a case's variants have the name with the variant in brackets."""
     cases = {
-        "tiles": _tiles(num_ranks, stage),
-        "one_expert": [
-            Workload("one_expert", make_config(num_ranks, tiles=TILES[1]), _tokens(num_ranks), routing="one_expert")
+        "tiles": _tiles(ranks, stage),
+        "one_expert": [Workload("one_expert", make_config(ranks, tiles=1), tokens_of(ranks), routing="one_expert")],
+        "edge_counts": [
+            _edge_counts(ranks, tiles, edge) for tiles, edges in BLOCK_EDGES[ranks.target].items() for edge in edges
         ],
-        "edge_counts": [_edge_counts(num_ranks, tiles) for tiles in TILES],
-        "token_counts": _token_counts(num_ranks),
-        "masked": _masked(num_ranks),
+        "token_counts": _token_counts(ranks),
+        "masked": _masked(ranks),
         "duplicate_expert": [
-            Workload(
-                "duplicate_expert", make_config(num_ranks, tiles=TILES[2]), _tokens(num_ranks), routing="duplicate"
-            )
+            Workload("duplicate_expert", make_config(ranks, tiles=2), tokens_of(ranks), routing="duplicate")
         ],
     }
     for index, kind in enumerate(ACTIVATIONS):
@@ -78,12 +93,12 @@ def numeric_cases(num_ranks: int, stage: Stage) -> dict[str, list[Workload]]:
             Workload(
                 f"{kind}[l2_sf_granularity={granularity}]",
                 make_config(
-                    num_ranks,
+                    ranks,
                     shape=ODD if kind == "normal" else SMALL,
-                    tiles=TILES[(index + step) % len(TILES)],
+                    tiles=(index + step) % 3,
                     granularity=granularity,
                 ),
-                _tokens(num_ranks),
+                tokens_of(ranks),
                 activations=kind,
             )
             for step, granularity in enumerate(granularities)
@@ -91,36 +106,45 @@ def numeric_cases(num_ranks: int, stage: Stage) -> dict[str, list[Workload]]:
     return cases
 
 
-def _tiles(num_ranks: int, stage: Stage) -> list[Workload]:
-    """Every tile height with every granularity, and a wider model."""
+def tile_name(tiles: Tiles, granularity: int) -> str:
+    return f"tiles[block_m={tiles[0]},l1_block_n={tiles[1]},l2_block_n={tiles[2]},granularity={granularity}]"
+
+
+def _tiles(ranks: Ranks, stage: Stage) -> list[Workload]:
+    """Every tile shape of the target with every granularity, and wider models."""
     works = []
     for granularity in _granularities(stage):
-        for tiles in TILES:
-            shape = WIDE if tiles == TILES[1] else ODD
+        if ranks.target == "sm90":
+            for shape in (ODD, WIDE, REAL):
+                config = make_config(ranks, shape=shape, granularity=granularity)
+                name = f"tiles[hidden={shape[0]},intermediate={shape[1]},granularity={granularity}]"
+                works.append(Workload(name, config, tokens_of(ranks)))
+            continue
+        for number, shape in enumerate((ODD, WIDE, ODD)):
+            block_m, l1_block_n, l2_block_n = TILES[ranks.target][number]
             # With granularity 64 the narrowest L1 tile has 128 columns.
-            l1_block_n = 128 if granularity == 64 and tiles == TILES[2] else tiles[1]
-            config = make_config(
-                num_ranks, shape=shape, tiles=(tiles[0], l1_block_n, tiles[2]), granularity=granularity
-            )
-            name = f"tiles[block_m={tiles[0]},l1_block_n={l1_block_n},l2_block_n={tiles[2]},granularity={granularity}]"
-            works.append(Workload(name, config, _tokens(num_ranks)))
+            tiles = (block_m, 128 if granularity == 64 and number == 2 else l1_block_n, l2_block_n)
+            config = make_config(ranks, shape=shape, tiles=tiles, granularity=granularity)
+            works.append(Workload(tile_name(tiles, granularity), config, tokens_of(ranks)))
     return works
 
 
-def _edge_counts(num_ranks: int, tiles: tuple[int, int, int]) -> Workload:
-    """Experts with 0, 1, BLOCK_M-1, BLOCK_M and BLOCK_M+1 rows, from tokens of all ranks."""
-    block_m = tiles[0]
-    counts = (0, 1, block_m - 1, block_m, block_m + 1)
-    per_rank = ceil_div(sum(counts), TOPK * num_ranks) + 1
-    config = make_config(num_ranks, tiles=tiles, capacity=max(CAPACITY, per_rank))
-    return Workload(
-        f"edge_counts[block_m={block_m}]", config, _tokens(num_ranks, per_rank), routing="counts", counts=counts
-    )
+def _edge_counts(ranks: Ranks, tiles: Tiles, edge: int) -> Workload:
+    """Experts with 0, 1, edge-1, edge and edge+1 rows, from tokens of all ranks: about where a block or tile ends."""
+    counts = (0, 1, edge - 1, edge, edge + 1)
+    per_rank = ceil_div(sum(counts), TOPK * ranks.num_ranks) + 1
+    config = make_config(ranks, tiles=tiles, capacity=max(CAPACITY, per_rank))
+    return Workload(f"edge_counts[rows={edge}]", config, tokens_of(ranks, per_rank), routing="counts", counts=counts)
 
 
-def _token_counts(num_ranks: int) -> list[Workload]:
-    """0, 1, 8, 48 and 192 tokens, uneven over the ranks where there are several; and no token at all."""
-    config = make_config(num_ranks, tiles=TILES[2], capacity=192)
+MANY_TOKENS = {"host": 192, "sm90": 1000}
+"""The most that a rank has in the case token_counts."""
+
+
+def _token_counts(ranks: Ranks) -> list[Workload]:
+    """0, 1, 8, 48, 192 and on a GPU 1000 tokens, uneven over the ranks where there are several; and no token at all."""
+    num_ranks, many = ranks.num_ranks, MANY_TOKENS[ranks.target]
+    config = make_config(ranks, tiles=2, capacity=many)
     spreads: Sequence[tuple[int, ...]]
     if num_ranks == 1:
         spreads = [(1,), (8,), (48,), (192,)]
@@ -129,15 +153,17 @@ def _token_counts(num_ranks: int) -> list[Workload]:
     else:
         uneven = (0, 192, 1, 48, 8, 0, 17, 3)
         spreads = [tuple(uneven[rank % len(uneven)] for rank in range(num_ranks))]
+    if many > 192:
+        spreads = [*spreads, (*spreads[0][:-1], many)]
     works = [Workload(f"token_counts[{','.join(map(str, spread))}]", config, spread) for spread in spreads]
     nothing = Workload("token_counts[0]", config, (0,) * num_ranks, empty=frozenset({"tokens", "routes"}))
     return [*works, nothing]
 
 
-def _masked(num_ranks: int) -> list[Workload]:
-    config = make_config(num_ranks, tiles=TILES[1])
+def _masked(ranks: Ranks) -> list[Workload]:
+    config = make_config(ranks, tiles=1)
     return [
-        Workload("masked[0%]", config, _tokens(num_ranks)),
-        Workload("masked[30%]", config, _tokens(num_ranks), masked=0.3),
-        Workload("masked[100%]", config, _tokens(num_ranks), masked=1.0, empty=frozenset({"routes"})),
+        Workload("masked[0%]", config, tokens_of(ranks)),
+        Workload("masked[30%]", config, tokens_of(ranks), masked=0.3),
+        Workload("masked[100%]", config, tokens_of(ranks), masked=1.0, empty=frozenset({"routes"})),
     ]
