@@ -114,6 +114,8 @@ class FusedContender:
     """A FusedLayer with one set of build options."""
 
     combine = "bf16"
+    tolerance = 0.02
+    asynchronous = True
 
     def __init__(self, layer: FusedLayer, options: str | None) -> None:
         self._layer = layer

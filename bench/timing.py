@@ -33,6 +33,8 @@ class Contender(Protocol):
     name: str
     accumulate: str
     combine: str
+    asynchronous: bool
+    """Whether a call only queues work; False: it waits for some of it."""
 
     def load(self, index: int) -> None:
         """Put input set ``index`` where the next calls read it, by work on the current streams."""
@@ -129,6 +131,7 @@ class Timer:
         host_us = (time.perf_counter() - started) / calls * 1e6
         end = self._events()
         contender.check()
+        self._world.synchronize()
         call_us, host_us = self._world.largest([self._elapsed_us(begin, end) / calls, host_us])
         return call_us, host_us
 
@@ -136,6 +139,8 @@ class Timer:
         """Bursts of calls on the same inputs, another set each burst. The first call of a burst is not in the time:
         it brings the ranks to the same place."""
         call_us, host_us = self.warm_up(contender, num_sets)
+        if not contender.asynchronous:
+            host_us = 0.0
         queue_us = 100 + host_us * (BURST_CALLS + 1)
         repetitions, calls = plan_repetitions(call_us, BURST_CALLS, queue_us, seconds)
         queue_us = 100 + host_us * (calls + 1)
@@ -144,6 +149,8 @@ class Timer:
     def cold(self, contender: Contender, num_sets: int, seconds: float) -> Timing:
         """Single calls after a buffer larger than the L2 was written, the ranks aligned on the device."""
         call_us, host_us = self.warm_up(contender, num_sets)
+        if not contender.asynchronous:
+            host_us = 0.0
         repetitions, _ = plan_repetitions(call_us, 1, 500 + host_us, seconds)
 
         def prepare() -> None:
@@ -177,6 +184,7 @@ class Timer:
             host.append((time.perf_counter() - started) / calls * 1e6)
             end = self._events()
             contender.check()
+            self._world.synchronize()
             samples.append(self._elapsed_us(begin, end) / calls)
         return summarize(self._world.largest(samples), calls, host)
 
@@ -201,6 +209,7 @@ class Timer:
                 for event in previous:  # at most one turn ahead: queues have an end, and a hang should be noticed
                     event.synchronize()
                 previous = turns[index][-1][1]
+        self._world.synchronize()
         timings = []
         for index, contender in enumerate(contenders):
             contender.check()

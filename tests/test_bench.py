@@ -12,15 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
-import megamoe
 from bench import moe
 from bench.floors import Load, Machine, floor, measure_load
 from bench.report import HEADER, compact_table, format_row
 from bench.routes import ROUTINGS, draw_route_weights, draw_routes
-from bench.shapes import SHAPES, Shape
+from bench.shapes import SHAPES
 from bench.timing import MIN_REPETITIONS, Contender, Timing, plan_repetitions, summarize
-
-SMALL = Shape("small", 256, 128, 2)
+from tests.bench_worlds import SMALL, HostWorld
 
 
 def test_shapes_are_those_of_the_models() -> None:
@@ -145,35 +143,6 @@ def test_command_line_without_a_gpu() -> None:
         refused = run("moe")
         assert refused.returncode == 2
         assert "needs a GPU" in refused.stderr
-
-
-class HostWorld:
-    """Two ranks of the CPU target."""
-
-    kind = "virtual"
-    num_ranks = 2
-    local_ranks: Sequence[int] = (0, 1)
-    gpu_of_rank: Sequence[int] = (0, 1)
-    devices: Sequence[torch.device] = (torch.device("cpu"),)
-    speaks = True
-
-    def __init__(self) -> None:
-        self.group = megamoe.VirtualGroup(2, target="host")
-
-    def device_of(self, rank: int) -> torch.device:
-        return torch.device("cpu")
-
-    def align(self) -> None:
-        return None
-
-    def largest(self, values: Sequence[float]) -> list[float]:
-        return list(values)
-
-    def synchronize(self) -> None:
-        return None
-
-    def close(self) -> None:
-        return None
 
 
 class FakeTimer:
