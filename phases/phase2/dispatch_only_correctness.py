@@ -1,12 +1,38 @@
 """Phase 2: the pool that dispatch leaves on every rank, exactly: rows, scales, weights, counts, origins, arrival."""
 
 import sys
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from phases.support.numeric import numeric_variants
-from phases.support.runner import run_phase
+from megamoe.layout import num_route_chunks
+from phases.support.checks import CaseChecks
+from phases.support.inputs import Workload
+from phases.support.numeric import WorkloadComparison, numeric_variants
+from phases.support.runner import CaseList, Phase, Variant, run_phase
+from phases.support.workloads import make_config
+
+LAUNCHES = 4
+
+
+def check_routing_chunks(phase: Phase, checks: CaseChecks, *, work: Workload) -> None:
+    """The order of the pool does not depend on which chunk of the routes is listed first, launch after launch."""
+    chunks = num_route_chunks(work.config)
+    checks.require(chunks >= 3, f"a full rank's routes are {chunks} chunks, expected several")
+    comparison = WorkloadComparison(phase, checks, work)
+    for _ in range(LAUNCHES):
+        comparison.launch_and_compare()
+
+
+def make_cases(phase: Phase) -> CaseList:
+    ranks = phase.ranks
+    config = make_config(ranks, num_experts=8 * max(1, ranks.num_ranks // 4), num_topk=6, capacity=224)
+    counts = (224, *(7 * rank % 32 for rank in range(1, ranks.num_ranks)))
+    work = Workload("routing_chunks", config, counts, masked=0.05)
+    chunked = Variant(work.name, partial(check_routing_chunks, work=work))
+    return {**numeric_variants(phase), "routing_chunks": [chunked]}
+
 
 if __name__ == "__main__":
-    sys.exit(run_phase(Path(__file__).resolve().parent, numeric_variants))
+    sys.exit(run_phase(Path(__file__).resolve().parent, make_cases))

@@ -101,7 +101,7 @@ def open_ranks(kind: str, target: str, num_ranks: int) -> Ranks:
         group = VirtualGroup(
             num_ranks,
             target=target,
-            num_workers=_WORKERS.get(num_ranks, 1),
+            num_workers=_WORKERS.get(num_ranks, 2),
             num_gpus=None if kind == "spread" else 1,
         )
         return Ranks(kind, target, num_ranks, tuple(range(num_ranks)), group, 0)
