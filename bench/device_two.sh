@@ -20,7 +20,7 @@ fi
 [ -d /tmp/site ] && export PYTHONPATH="$PYTHONPATH:/tmp/site"
 failed=0
 
-# part NAME LIMIT options...: one run of the benchmark; its own folder, since JSON and picture have fixed names
+# part NAME LIMIT options...: one run of the benchmark
 part() {
   local name=$1 most=$2 left=$((limit - (SECONDS - started)))
   shift 2
@@ -31,7 +31,7 @@ part() {
     return
   fi
   timeout -k 5 "$most" python3 -m torch.distributed.run --nproc-per-node "${RANKS:-2}" --rdzv-backend c10d \
-    --rdzv-endpoint 127.0.0.1:0 -m bench moe --out "$OUT/$name" "$@" 2>&1 | tee "$OUT/$name.log" | cut -c1-220
+    --rdzv-endpoint 127.0.0.1:0 -m bench moe --out "$OUT" --name "$name" "$@" 2>&1 | tee -a "$OUT/bench.log" | cut -c1-220
   local rc=${PIPESTATUS[0]}
   echo "$name: exit $rc, $((SECONDS - started)) s since the start"
   ((rc)) && failed=1
@@ -40,10 +40,10 @@ part() {
 for name in ${*:-full sustained named}; do
   case $name in
     full) part full 330 --shape deepseek-v3 --accumulate both --regime bursts,cold --seconds 0.3 ;;
-    sustained) part sustained 120 --shape deepseek-v3,v4-flash --tokens 8192 --regime sustained --sustained-seconds 4 ;;
+    sustained) part sustained 120 --shape deepseek-v3,v4-flash --tokens 8192 --regime sustained --sustained-seconds 4 --no-picture ;;
     named)
-      part v4-flash 100 --shape v4-flash --tokens 128,8192 --regime bursts,cold --seconds 0.3
-      part v4-pro 100 --shape v4-pro --experts-per-rank 48 --tokens 128,8192 --regime bursts,cold --seconds 0.3
+      part v4-flash 100 --shape v4-flash --tokens 128,8192 --regime bursts,cold --seconds 0.3 --no-picture
+      part v4-pro 100 --shape v4-pro --experts-per-rank 48 --tokens 128,8192 --regime bursts,cold --seconds 0.3 --no-picture
       ;;
     *)
       echo "no part named $name" >&2

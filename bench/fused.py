@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 import megamoe
-from bench.inputs import InputSet, NaturalWeights
+from bench.inputs import InputSet
 from bench.shapes import Shape
 from bench.world import World
+from megamoe.weights import L1Weights, L2Weights
 
 OPTIONS_VARIABLE = "MEGAMOE_SM90_OPTIONS"
 ACCUMULATIONS = ("fp32", "fast")
@@ -44,7 +45,7 @@ class FusedLayer:
         shape: Shape,
         experts_per_rank: int,
         capacity: int,
-        weights: dict[int, NaturalWeights],
+        weights: dict[int, tuple[L1Weights, L2Weights]],
         accumulate: str,
     ) -> None:
         self.world = world
@@ -64,9 +65,7 @@ class FusedLayer:
         self._opened = opened
         buffers = list(opened.ranks) if world.kind == "virtual" else [opened]
         self.buffers = dict(zip(world.local_ranks, buffers, strict=True))
-        self.weights = {
-            rank: megamoe.transform_weights_for_mega_moe(weights[rank].l1, weights[rank].l2) for rank in self.buffers
-        }
+        self.weights = weights
         self._views = {
             rank: (buffer.x.view(torch.uint8), buffer.x_sf, buffer.topk_idx, buffer.topk_weights)
             for rank, buffer in self.buffers.items()
@@ -106,7 +105,6 @@ class FusedLayer:
         """Give the memory back."""
         self._views.clear()
         self._opened.close()
-        self.weights.clear()
         self.y.clear()
 
 

@@ -10,7 +10,7 @@ import datetime
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -29,6 +29,7 @@ from bench.routes import ROUTINGS
 from bench.shapes import SHAPES, Shape
 from bench.timing import REGIMES, Contender, Timer, Timing
 from bench.world import World, open_world
+from megamoe.weights import transform_weights_for_mega_moe
 
 TOKENS = "1,8,32,128,512,1024,2048,4096,8192"
 
@@ -64,6 +65,8 @@ class Options:
     seconds: float
     sustained_seconds: float
     out: Path
+    name: str
+    picture: bool
 
 
 def _choice(text: str, name: str, allowed: Sequence[str]) -> tuple[str, ...]:
@@ -101,7 +104,9 @@ def parse(arguments: Sequence[str]) -> Options:
     add("--sets", type=int, default=4, help="input sets to rotate over (default %(default)s)")
     add("--seconds", type=float, default=0.4, help="time of a row in bursts and cold (default %(default)s)")
     add("--sustained-seconds", type=float, default=4.0, help="time of a sustained row (default %(default)s)")
-    add("--out", type=Path, default=Path("runs/bench"), help="folder for moe.json and moe.png (default %(default)s)")
+    add("--out", type=Path, default=Path("runs/bench"), help="folder for NAME.json and NAME.png (default %(default)s)")
+    add("--name", default="moe", help="of those files (default %(default)s)")
+    add("--no-picture", action="store_true", help="no NAME.png")
     given = parser.parse_args(list(arguments))
     tokens = tuple(int(part) for part in given.tokens.split(",") if part)
     if not tokens or min(tokens) < 1 or given.sets < 1 or given.experts_per_rank < 1:
@@ -121,6 +126,8 @@ def parse(arguments: Sequence[str]) -> Options:
         seconds=given.seconds,
         sustained_seconds=given.sustained_seconds,
         out=given.out,
+        name=given.name,
+        picture=not given.no_picture,
     )
 
 
@@ -158,6 +165,9 @@ class Bench:
         if self.world.speaks:
             print(text, flush=True)
 
+    def _file(self, ending: str) -> Path:
+        return self.options.out / f"{self.options.name}.{ending}"
+
     def run(self) -> int:
         """Every shape, routing and token count. Returns the exit code: 1 when answers disagree."""
         if len(self.options.variants) > 1:
@@ -169,9 +179,10 @@ class Bench:
         for line in compact_table(self.rows):
             self.say(line)
         if self.world.speaks:
-            note = draw_roofline(self.options.out / "moe.png", self.machine, self.rows)
-            self.say(note or f"picture: {self.options.out / 'moe.png'}")
-            self.say(f"json: {self.options.out / 'moe.json'}; {time.monotonic() - self.started:.0f} s")
+            if self.options.picture:
+                picture = self._file("png")
+                self.say(draw_roofline(picture, self.machine, self.rows) or f"picture: {picture}")
+            self.say(f"json: {self._file('json')}; {time.monotonic() - self.started:.0f} s")
         if self.wrong:
             self.say(f"{self.wrong} answers were WRONG; see the rows above")
         return 1 if self.wrong else 0
@@ -210,6 +221,9 @@ class Bench:
             rank: random_weights(shape, options.experts_per_rank, world.device_of(rank), seed=rank)
             for rank in world.local_ranks
         }
+        transformed = {
+            rank: transform_weights_for_mega_moe(natural.l1, natural.l2) for rank, natural in weights.items()
+        }
         present: list[Layer] = []
         absent: list[Absent] = []
         for accumulate in options.accumulations:
@@ -217,7 +231,7 @@ class Bench:
             if reason is not None:
                 absent.append(Absent("megamoe", accumulate, "bf16", reason))
                 continue
-            layer = FusedLayer(world, shape, options.experts_per_rank, capacity, weights, accumulate)
+            layer = FusedLayer(world, shape, options.experts_per_rank, capacity, transformed, accumulate)
             present += [FusedContender(layer, variant) for variant in options.variants]
         self._add_others(shape, weights, present, absent)
         return present, absent
@@ -281,11 +295,9 @@ class Bench:
 
     def _time(self, regime: str, present: Sequence[Layer]) -> list[tuple[Layer, Timing]]:
         options = self.options
-        if regime == "sustained":
-            timings = self.timer.sustained(present, options.sets, options.sustained_seconds)
-            return list(zip(present, timings, strict=True))
-        once: Callable[[Contender, int, float], Timing] = self.timer.bursts if regime == "bursts" else self.timer.cold
-        return [(contender, once(contender, options.sets, options.seconds)) for contender in present]
+        timed = {"bursts": self.timer.bursts, "cold": self.timer.cold, "sustained": self.timer.sustained}[regime]
+        seconds = options.sustained_seconds if regime == "sustained" else options.seconds
+        return list(zip(present, timed(present, options.sets, seconds), strict=True))
 
     def _label(
         self,
@@ -338,7 +350,7 @@ class Bench:
             ):  # a reason is printed once, and is in every row of the JSON
                 print(format_row(row), flush=True)
             self._told.add(key)
-            write_json(self.options.out / "moe.json", self.machine, self.facts, self.rows)
+            write_json(self._file("json"), self.machine, self.facts, self.rows)
 
 
 def _disagrees(contender: Layer, error: float) -> Absent:
@@ -363,7 +375,6 @@ def main(arguments: Sequence[str]) -> int:
     except ValueError as error:
         print(f"bench moe: {error}", file=sys.stderr)
         return 2
-    try:
-        return Bench(options, world).run()
-    finally:
-        world.close()
+    code = Bench(options, world).run()
+    world.close()  # not after an exception: other ranks may be in a collective, and would keep this one waiting
+    return code

@@ -24,6 +24,8 @@ MIN_REPETITIONS = 5
 MAX_REPETITIONS = 200
 CHUNK_S = 0.1
 """Length of one contender's turn in the sustained regime."""
+_QUEUE_US = 200.0
+_FLUSH_US = 300.0
 _CYCLES_PER_US = 2000  # at most 1980 MHz: sleeps a little longer than asked
 
 
@@ -92,6 +94,17 @@ def plan_repetitions(call_us: float, calls: int, overhead_us: float, seconds: fl
     return max(MIN_REPETITIONS, min(MAX_REPETITIONS, int(seconds * 1e6 / each))), calls
 
 
+@dataclass(frozen=True)
+class _Plan:
+    """How a contender is repeated; ``sleep_us`` is how long the GPU sleeps while the host queues a repetition."""
+
+    contender: Contender
+    repetitions: int
+    calls: int
+    sleep_us: float
+    lead_in: bool
+
+
 class Timer:
     """Times contenders on one world; keeps the buffer that flushes the L2."""
 
@@ -135,58 +148,65 @@ class Timer:
         call_us, host_us = self._world.largest([self._elapsed_us(begin, end) / calls, host_us])
         return call_us, host_us
 
-    def bursts(self, contender: Contender, num_sets: int, seconds: float) -> Timing:
-        """Bursts of calls on the same inputs, another set each burst. The first call of a burst is not in the time:
-        it brings the ranks to the same place."""
-        call_us, host_us = self.warm_up(contender, num_sets)
-        if not contender.asynchronous:
-            host_us = 0.0
-        queue_us = 100 + host_us * (BURST_CALLS + 1)
-        repetitions, calls = plan_repetitions(call_us, BURST_CALLS, queue_us, seconds)
-        queue_us = 100 + host_us * (calls + 1)
-        return self._repeat(contender, num_sets, repetitions, calls, lambda: self._sleep(queue_us), lead_in=True)
+    def bursts(self, contenders: Sequence[Contender], num_sets: int, seconds: float) -> list[Timing]:
+        """Bursts of calls on the same inputs, another set each time, a burst of every contender in turn. The first call
+        of a burst is not in the time: it brings the ranks to the same place."""
+        plans = []
+        for contender in contenders:
+            call_us, host_us = self.warm_up(contender, num_sets)
+            host_us = host_us if contender.asynchronous else 0.0  # what waits for the GPU cannot be queued ahead
+            repetitions, calls = plan_repetitions(
+                call_us, BURST_CALLS, _QUEUE_US + host_us * (BURST_CALLS + 1), seconds
+            )
+            plans.append(_Plan(contender, repetitions, calls, _QUEUE_US + host_us * (calls + 1), lead_in=True))
+        return self._in_turn(plans, num_sets, self._sleep)
 
-    def cold(self, contender: Contender, num_sets: int, seconds: float) -> Timing:
-        """Single calls after a buffer larger than the L2 was written, the ranks aligned on the device."""
-        call_us, host_us = self.warm_up(contender, num_sets)
-        if not contender.asynchronous:
-            host_us = 0.0
-        repetitions, _ = plan_repetitions(call_us, 1, 500 + host_us, seconds)
+    def cold(self, contenders: Sequence[Contender], num_sets: int, seconds: float) -> list[Timing]:
+        """Single calls after a buffer larger than the L2 was written, the ranks aligned on the device, in turn."""
+        plans = []
+        for contender in contenders:
+            call_us, host_us = self.warm_up(contender, num_sets)
+            host_us = host_us if contender.asynchronous else 0.0
+            repetitions, _ = plan_repetitions(call_us, 1, _FLUSH_US + _QUEUE_US + host_us, seconds)
+            plans.append(_Plan(contender, repetitions, 1, _QUEUE_US + host_us, lead_in=False))
 
-        def prepare() -> None:
-            self._sleep(200 + host_us)
+        def prepare(us: float) -> None:
+            self._sleep(us)
             for buffer in self._flush:
                 buffer.zero_()
             self._world.align()
 
-        return self._repeat(contender, num_sets, repetitions, 1, prepare, lead_in=False)
+        return self._in_turn(plans, num_sets, prepare)
 
-    def _repeat(
-        self,
-        contender: Contender,
-        num_sets: int,
-        repetitions: int,
-        calls: int,
-        prepare: Callable[[], None],
-        *,
-        lead_in: bool,
-    ) -> Timing:
-        samples, host = [], []
-        for repetition in range(repetitions):
-            contender.load(repetition % num_sets)
-            prepare()
-            if lead_in:
-                contender.call()
-            begin = self._events()
-            started = time.perf_counter()
-            for _ in range(calls):
-                contender.call()
-            host.append((time.perf_counter() - started) / calls * 1e6)
-            end = self._events()
-            contender.check()
-            self._world.synchronize()
-            samples.append(self._elapsed_us(begin, end) / calls)
-        return summarize(self._world.largest(samples), calls, host)
+    def _in_turn(self, plans: Sequence[_Plan], num_sets: int, prepare: Callable[[float], None]) -> list[Timing]:
+        samples: list[list[float]] = [[] for _ in plans]
+        host: list[list[float]] = [[] for _ in plans]
+        for repetition in range(max((plan.repetitions for plan in plans), default=0)):
+            for index, plan in enumerate(plans):
+                if repetition < plan.repetitions:
+                    call_us, host_us = self._once(plan, repetition % num_sets, prepare)
+                    samples[index].append(call_us)
+                    host[index].append(host_us)
+        return [
+            summarize(self._world.largest(samples[index]), plan.calls, host[index]) for index, plan in enumerate(plans)
+        ]
+
+    def _once(self, plan: _Plan, set_index: int, prepare: Callable[[float], None]) -> tuple[float, float]:
+        """One repetition: microseconds of a call on the slowest GPU of this process, and of its queuing."""
+        contender = plan.contender
+        contender.load(set_index)
+        prepare(plan.sleep_us)
+        if plan.lead_in:
+            contender.call()
+        begin = self._events()
+        started = time.perf_counter()
+        for _ in range(plan.calls):
+            contender.call()
+        host_us = (time.perf_counter() - started) / plan.calls * 1e6
+        end = self._events()
+        contender.check()
+        self._world.synchronize()
+        return self._elapsed_us(begin, end) / plan.calls, host_us
 
     def sustained(self, contenders: Sequence[Contender], num_sets: int, seconds: float) -> list[Timing]:
         """Contenders in turn without a pause for ``seconds`` each; the first third of the turns is thrown away."""

@@ -88,7 +88,8 @@ def baseline_error(world: Any, shape: Shape, experts_per_rank: int, tokens: int,
     (rank,) = world.local_ranks
     weights = {rank: random_weights(shape, experts_per_rank, CPU, seed=rank)}
     sets = [draw_inputs(world, shape, experts_per_rank, tokens, routing, seed=3)]
-    layer = FusedContender(FusedLayer(world, shape, experts_per_rank, tokens, weights, "fp32"), None)
+    transformed = {rank: megamoe.transform_weights_for_mega_moe(weights[rank].l1, weights[rank].l2)}
+    layer = FusedContender(FusedLayer(world, shape, experts_per_rank, tokens, transformed, "fp32"), None)
     other = baseline.TorchBaseline(world, shape, experts_per_rank, weights)
     answers = []
     for contender in (layer, other):
