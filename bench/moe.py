@@ -141,6 +141,14 @@ class Absent:
     reason: str
 
 
+@dataclass(frozen=True)
+class Verdict:
+    """On a contender's y: its norm-wise difference from the first one's, and why the contender is left out, if so."""
+
+    error: float
+    reason: str | None
+
+
 class Bench:
     """One run: contenders, timing, rows."""
 
@@ -266,32 +274,44 @@ class Bench:
             [measure_load(shape, one.all_routes, options.experts_per_rank, world.gpu_of_rank) for one in sets]
         )
         least = floor(self.machine, shape, load)
-        errors = self._answers(present, sets)
-        right = [contender for contender in present if errors[id(contender)] <= contender.tolerance]
-        missing = [*absent, *(_disagrees(one, errors[id(one)]) for one in present if one not in right)]
+        verdicts = self._answers(present, sets)
+        right = [contender for contender in present if verdicts[id(contender)].reason is None]
+        wrong = [Absent(one.name, one.accumulate, one.combine, verdicts[id(one)].reason or "") for one in present]
+        missing = [*absent, *(one for one in wrong if one.reason)]
         self.wrong += len(present) - len(right)
         for regime in options.regimes:
             for contender, timing in self._time(regime, right):
-                error = None if contender is present[0] else errors[id(contender)]
+                error = None if contender is present[0] else verdicts[id(contender)].error
                 self._keep(shape, routing, tokens, regime, contender, load, least, timing, error)
             for one in missing:
                 self._row(self._label(shape, routing, tokens, regime, one, skipped=one.reason))
 
-    def _answers(self, present: Sequence[Layer], sets: Sequence[InputSet]) -> dict[int, float]:
-        """Run every contender once on the first set; norm-wise difference of its y from the first contender's."""
-        errors: dict[int, float] = {}
+    def _answers(self, present: Sequence[Layer], sets: Sequence[InputSet]) -> dict[int, Verdict]:
+        """Run every contender once on the first set, and compare its y with the first contender's."""
+        verdicts: dict[int, Verdict] = {}
         first: dict[int, Tensor] | None = None
         for contender in present:
-            contender.use(sets)
-            contender.load(0)
-            contender.call()
-            contender.check()
-            answer = contender.answer()
-            worst = max(_difference(y, None if first is None else first[rank]) for rank, y in answer.items())
-            errors[id(contender)] = self.world.largest([worst])[0]
+            failure = None
+            try:
+                contender.use(sets)
+                contender.load(0)
+                contender.call()
+                contender.check()
+                answer = contender.answer()
+                worst = max(_difference(y, None if first is None else first[rank]) for rank, y in answer.items())
+            except (RuntimeError, TypeError) as error:
+                if isinstance(contender, FusedContender):
+                    raise
+                failure, worst = f"FAILED: {type(error).__name__}: {str(error)[:300]}", float("inf")
+            worst = self.world.largest([worst])[0]
+            if failure is None and not worst <= contender.tolerance:
+                failure = (
+                    f"WRONG: y differs by {worst:.2e} from the first one's, at most {contender.tolerance:g} expected"
+                )
+            verdicts[id(contender)] = Verdict(worst, failure)
             if first is None:
                 first = {rank: y.clone() for rank, y in answer.items()}
-        return errors
+        return verdicts
 
     def _time(self, regime: str, present: Sequence[Layer]) -> list[tuple[Layer, Timing]]:
         options = self.options
@@ -351,11 +371,6 @@ class Bench:
                 print(format_row(row), flush=True)
             self._told.add(key)
             write_json(self._file("json"), self.machine, self.facts, self.rows)
-
-
-def _disagrees(contender: Layer, error: float) -> Absent:
-    reason = f"WRONG: y differs by {error:.2e} from the first contender's, expected at most {contender.tolerance:g}"
-    return Absent(contender.name, contender.accumulate, contender.combine, reason)
 
 
 def _difference(y: Tensor, expected: Tensor | None) -> float:

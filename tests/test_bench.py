@@ -192,3 +192,57 @@ def test_rows_fit_a_line(small_bench: moe.Bench) -> None:
     skipped = dataclasses.replace(small_bench.rows[0], us=None, skipped="there is none")
     assert format_row(skipped).endswith("skipped: there is none")
     assert compact_table(small_bench.rows)[-1].startswith("small")
+
+
+class Other:
+    """Gives an answer of its own, or fails."""
+
+    name = "other"
+    accumulate = "fast"
+    combine = "bf16"
+    tolerance = 0.1
+    asynchronous = True
+
+    def __init__(self, answer: dict[int, torch.Tensor] | None) -> None:
+        self._answer = answer
+
+    def use(self, sets: object) -> None:
+        return None
+
+    def load(self, index: int) -> None:
+        return None
+
+    def call(self) -> None:
+        if self._answer is None:
+            raise RuntimeError("no kernel for this")
+
+    def check(self) -> None:
+        return None
+
+    def answer(self) -> dict[int, torch.Tensor]:
+        assert self._answer is not None
+        return self._answer
+
+    def close(self) -> None:
+        return None
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_wrong_contender_is_left_out_and_told(
+    fails: bool, small_bench: moe.Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    usual = small_bench._contenders
+
+    def with_another(shape: object) -> tuple[list[moe.Layer], list[moe.Absent]]:
+        present, absent = usual(SMALL)
+        zeros = torch.zeros(1, 256)
+        present.append(Other(None if fails else {0: zeros, 1: zeros}))
+        return present, absent
+
+    monkeypatch.setattr(small_bench, "_contenders", with_another)
+    assert small_bench.run() == 1
+    skipped = [row for row in small_bench.rows if row.contender == "other"]
+    assert len(skipped) == 12
+    assert all(str(row.skipped).startswith("FAILED: RuntimeError: no kernel" if fails else "WRONG") for row in skipped)
+    assert all(row.us for row in small_bench.rows if row.contender == "megamoe")
+    assert "answers were WRONG" in capsys.readouterr().out
