@@ -130,14 +130,20 @@ def tensor_maps(layout: BufferLayout, base: int, l1_weight: int, l2_weight: int)
 # --- memory ------------------------------------------------------------------------------------------------------
 
 
-def _symmetric_memory(group: DistributedGroup, num_bytes: int, device: torch.device) -> tuple[list[Tensor], object]:
+def _plain_memory(num_bytes: int, gpu: int) -> Tensor:
+    return torch.zeros(num_bytes, dtype=torch.uint8, device=torch.device("cuda", gpu))
+
+
+def _symmetric_memory(group: DistributedGroup, num_bytes: int, gpu: int) -> tuple[list[Tensor], object]:
     """Every rank's buffer of a process group, as this GPU addresses it, and what keeps them mapped. Collective."""
     import torch.distributed._symmetric_memory as symmetric_memory
 
-    own = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
+    if group.num_ranks == 1:
+        return [_plain_memory(num_bytes, gpu)], None
+    own = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=torch.device("cuda", gpu))
     own.zero_()
     handle = symmetric_memory.rendezvous(own, group.process_group)
-    torch.cuda.synchronize(device)
+    torch.cuda.synchronize(gpu)
     group.barrier()
     return [handle.get_buffer(rank, (num_bytes,), torch.uint8) for rank in range(group.num_ranks)], (own, handle)
 
@@ -401,11 +407,11 @@ def open_ranks(
     if isinstance(group, DistributedGroup):
         gpu = _own_device(group)
         here = {group.rank: gpu}
-        memories, keep = _symmetric_memory(group, layout.num_bytes, torch.device("cuda", gpu))
+        memories, keep = _symmetric_memory(group, layout.num_bytes, gpu)
     else:
         here = dict(enumerate(_virtual_devices(group)))
         sm90.enable_peer_access(sorted(set(here.values())))
-        memories = [torch.zeros(layout.num_bytes, dtype=torch.uint8, device=f"cuda:{gpu}") for gpu in here.values()]
+        memories = [_plain_memory(layout.num_bytes, gpu) for gpu in here.values()]
         for gpu in set(here.values()):
             torch.cuda.synchronize(gpu)
     grids = {
