@@ -56,7 +56,8 @@ MEGAMOE_FN void multiply_tile(Shared& shared, RingPosition<kStages>& stage, cons
       for (uint32_t step = 0; step < steps; ++step) load_row_fragment(fragments[step], rows, group * steps + step);
 #pragma unroll
       for (uint32_t piece = 0; piece < kPieces; ++piece) {
-        const bool last_piece = kWork == TileWork::l1 ? piece + 1 == kPieces : first_piece + piece + 1 >= tile.pieces;
+        const bool last_piece =
+            piece + 1 == kPieces || (kWork == TileWork::l2 && first_piece + piece + 1 >= tile.pieces);
         if (kWork == TileWork::l2 && first_piece + piece >= tile.pieces) break;
         float part[kSumsPerPiece];
         wgmma_fence();
