@@ -75,7 +75,9 @@ def describe_counters(buffer: SymmBuffer) -> str:
         if seen.table_stamp == seen.epoch
         else f"block table: not built for epoch {seen.epoch} (last for epoch {seen.table_stamp})"
     )
-    lines.append("claims: " + ", ".join(f"{count} {_CLAIM_WORDS[name]}" for name, count in _named_claims(seen)))
+    lines.append(
+        "claims: " + ", ".join(f"{count} {_CLAIM_WORDS.get(name, name)}" for name, count in _named_claims(seen))
+    )
     if seen.table_stamp == seen.epoch:
         lines += _describe_blocks(buffer, seen)
         lines += _describe_experts(buffer, seen)

@@ -25,7 +25,7 @@ from phases.phase1.bad_calls import NUM_TOKENS, BadCall, bad_calls, bad_configs
 from phases.support.checks import CaseChecks
 from phases.support.inputs import Workload, make_tokens, make_weights, natural_weights
 from phases.support.launches import as_bits, open_buffer, wait
-from phases.support.runner import CaseList, Phase, Variant, run_phase
+from phases.support.runner import CaseList, Phase, Variant, main
 from phases.support.workloads import ODD, TILES, make_config
 
 CAPACITY = 24
@@ -234,4 +234,4 @@ def make_cases(phase: Phase) -> CaseList:
 
 
 if __name__ == "__main__":
-    sys.exit(run_phase(Path(__file__).resolve().parent, make_cases))
+    main(__file__, make_cases)

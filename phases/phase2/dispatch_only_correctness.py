@@ -10,10 +10,10 @@ from megamoe.layout import num_route_chunks
 from phases.support.checks import CaseChecks
 from phases.support.inputs import Workload
 from phases.support.numeric import WorkloadComparison, numeric_variants
-from phases.support.runner import CaseList, Phase, Variant, run_phase
+from phases.support.runner import CaseList, Phase, Variant, main
 from phases.support.workloads import make_config
 
-LAUNCHES = 4
+LAUNCHES = 10
 
 
 def check_routing_chunks(phase: Phase, checks: CaseChecks, *, work: Workload) -> None:
@@ -35,4 +35,4 @@ def make_cases(phase: Phase) -> CaseList:
 
 
 if __name__ == "__main__":
-    sys.exit(run_phase(Path(__file__).resolve().parent, make_cases))
+    main(__file__, make_cases)

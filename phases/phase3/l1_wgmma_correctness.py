@@ -10,7 +10,7 @@ from megamoe.reference import dispatch
 from phases.support.checks import CaseChecks
 from phases.support.inputs import Workload
 from phases.support.numeric import WorkloadComparison, all_windows, numeric_variants
-from phases.support.runner import CaseList, Phase, Variant, run_phase
+from phases.support.runner import CaseList, Phase, Variant, main
 from phases.support.workloads import TILES, make_config, tokens_of
 
 
@@ -36,4 +36,4 @@ def make_cases(phase: Phase) -> CaseList:
 
 
 if __name__ == "__main__":
-    sys.exit(run_phase(Path(__file__).resolve().parent, make_cases))
+    main(__file__, make_cases)

@@ -6,7 +6,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from phases.support.numeric import activation_clamp_variants, numeric_variants
-from phases.support.runner import CaseList, Phase, run_phase
+from phases.support.runner import CaseList, Phase, main
 
 
 def make_cases(phase: Phase) -> CaseList:
@@ -14,4 +14,4 @@ def make_cases(phase: Phase) -> CaseList:
 
 
 if __name__ == "__main__":
-    sys.exit(run_phase(Path(__file__).resolve().parent, make_cases))
+    main(__file__, make_cases)

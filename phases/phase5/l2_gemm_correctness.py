@@ -6,7 +6,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from phases.support.numeric import numeric_variants
-from phases.support.runner import run_phase
+from phases.support.runner import main
 
 if __name__ == "__main__":
-    sys.exit(run_phase(Path(__file__).resolve().parent, numeric_variants))
+    main(__file__, numeric_variants)

@@ -9,7 +9,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from phases.phase6 import bad_rows, bitwise, repeated
 from phases.support.numeric import activation_clamp_variants, numeric_variants
 from phases.support.ranks import Ranks
-from phases.support.runner import CaseList, Phase, Variant, run_phase
+from phases.support.runner import CaseList, Phase, Variant, main
 
 REAL_SIZE_RANKS = 8
 
@@ -60,4 +60,4 @@ def make_cases(phase: Phase) -> CaseList:
 
 
 if __name__ == "__main__":
-    sys.exit(run_phase(Path(__file__).resolve().parent, make_cases))
+    main(__file__, make_cases)

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from harness.spec import PhaseSpec, load_spec
 from megamoe import MegaMoEFault, Stage
@@ -104,6 +104,13 @@ def _chosen(spec: PhaseSpec, text: str) -> tuple[str, ...]:
     return names
 
 
+def main(script: str, make_cases: Callable[[Phase], CaseList]) -> NoReturn:
+    """A script's whole life: `run_phase` of its folder, with all Python stacks on a crash and on SIGUSR1."""
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    sys.exit(run_phase(Path(script).resolve().parent, make_cases))
+
+
 def run_phase(folder: Path, make_cases: Callable[[Phase], CaseList], argv: Sequence[str] | None = None) -> int:
     """Run a phase's script.
 
@@ -115,8 +122,6 @@ def run_phase(folder: Path, make_cases: Callable[[Phase], CaseList], argv: Seque
     Returns:
         The exit code: 0 passed, 1 failed, 2 bad call.
     """
-    faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
     spec = load_spec(folder / "spec.yaml")
     arguments = _arguments(spec, argv)
     if arguments.list:
