@@ -15,10 +15,9 @@ from torch import Tensor
 from megamoe.buffer import SymmBuffer, VirtualSymmBuffer, default_timeout_s, open_buffers, withdraw
 from megamoe.config import ACCUM_DEBUG_EDGE, SCALE_BLOCK, MegaMoEConfig, Stage
 from megamoe.groups import VirtualGroup, as_group
-from megamoe.layout import LAUNCH_STRUCT, buffer_layout
+from megamoe.layout import buffer_layout
 from megamoe.quant import describe
 from megamoe.schedule import Schedule, override_schedule, pick_schedule
-from megamoe.targets import build_all
 from megamoe.targets.host import ROLE_NAMES
 from megamoe.weights import L1Weights, L2Weights, check_transformed_weights
 
@@ -233,39 +232,49 @@ def launch_mega_moe(
             + (" (take one of .ranks)" if isinstance(sym_buffer, VirtualSymmBuffer) else "")
         )
     sym_buffer._require_open()
-    config = sym_buffer.config
+    arguments = sym_buffer.arguments
     tokens = _check_y(y, num_tokens, sym_buffer)
-    check_transformed_weights(config, l1_weights, l2_weights)
+    if not sym_buffer.known_weights.put_known(arguments, l1_weights, l2_weights):
+        _check_weights(l1_weights, l2_weights, sym_buffer)
+        sym_buffer.known_weights.put_new(arguments, l1_weights, l2_weights)
+    _check_choices(recipe, activation, activation_clamp)
+    stats = cumulative_local_expert_recv_stats
+    if stats is not None:
+        _check_stats(stats, sym_buffer)
+    word = num_tokens if isinstance(num_tokens, Tensor) else None
+    # One struct a buffer, of which every launch sets every field: making one costs more.
+    arguments.y = y.data_ptr() if tokens else 0
+    arguments.recv_stats = 0 if stats is None else stats.data_ptr()
+    arguments.num_tokens_word = 0 if word is None else word.data_ptr()
+    arguments.timeout_ns = int(sym_buffer.timeout_s * 1e9)
+    arguments.launch = next(_launch_numbers)
+    arguments.num_tokens = tokens
+    arguments.has_clamp = activation_clamp is not None
+    arguments.activation_clamp = activation_clamp or 0.0
+    arguments.fast_math = fast_math
+    _set_bring_up(arguments, sym_buffer.config, stage, debug, role_times)
+    sym_buffer.launch(arguments, (y, l1_weights, l2_weights, stats, word, role_times), stream=stream)
+
+
+def _check_weights(l1_weights: L1Weights, l2_weights: L2Weights, sym_buffer: SymmBuffer) -> None:
+    check_transformed_weights(sym_buffer.config, l1_weights, l2_weights)
     for name, tensor in (("l1_weights", l1_weights.weight), ("l2_weights", l2_weights.weight)):
         if tensor.device != sym_buffer.device:
             raise ValueError(f"{name}: got {describe(tensor)}, expected the buffer's device {sym_buffer.device}")
-    _check_choices(recipe, activation, activation_clamp)
-    _check_stats(cumulative_local_expert_recv_stats, sym_buffer)
-    _check_debug(debug, config)
-    _check_role_times(role_times)
-    word = num_tokens if isinstance(num_tokens, Tensor) else None
-    arguments = LAUNCH_STRUCT.ctype(
-        y=y.data_ptr() if y.numel() else 0,
-        l1_weight=l1_weights.weight.data_ptr(),
-        l1_sf=l1_weights.sf.data_ptr(),
-        l2_weight=l2_weights.weight.data_ptr(),
-        l2_sf=l2_weights.sf.data_ptr(),
-        recv_stats=0 if cumulative_local_expert_recv_stats is None else cumulative_local_expert_recv_stats.data_ptr(),
-        num_tokens_word=0 if word is None else word.data_ptr(),
-        role_times=0 if role_times is None else role_times.data_ptr(),
-        timeout_ns=int(sym_buffer.timeout_s * 1e9),
-        launch=next(_launch_numbers),
-        num_tokens=tokens,
-        stage=int(Stage(stage)),
-        has_clamp=activation_clamp is not None,
-        activation_clamp=activation_clamp or 0.0,
-        fast_math=fast_math,
-        debug=debug is not None,
-        debug_row_block=0 if debug is None else debug.row_block,
-        debug_column_block=0 if debug is None else debug.column_block,
-    )
-    keep_alive = (y, l1_weights, l2_weights, cumulative_local_expert_recv_stats, word, role_times)
-    sym_buffer.launch(arguments, keep_alive, stream=stream)
+
+
+def _set_bring_up(
+    arguments: Any, config: MegaMoEConfig, stage: Stage, debug: DebugWindow | None, role_times: Tensor | None
+) -> None:
+    arguments.stage = stage if stage is Stage.COMBINE else int(Stage(stage))
+    if debug is not None:
+        _check_debug(debug, config)
+    arguments.debug = debug is not None
+    arguments.debug_row_block = 0 if debug is None else debug.row_block
+    arguments.debug_column_block = 0 if debug is None else debug.column_block
+    if role_times is not None:
+        _check_role_times(role_times)
+    arguments.role_times = 0 if role_times is None else role_times.data_ptr()
 
 
 def dummy_run(l1_weights: L1Weights, l2_weights: L2Weights, sym_buffer: SymmBuffer) -> None:
@@ -275,31 +284,32 @@ def dummy_run(l1_weights: L1Weights, l2_weights: L2Weights, sym_buffer: SymmBuff
 
 
 def warmup(sym_buffer: SymmBuffer | VirtualSymmBuffer) -> None:
-    """Compile and load everything before traffic. Collective."""
-    group = sym_buffer._group
-    build_all(group.target, lambda line: None)
-    group.barrier()
+    """Compile and load everything that launches on this buffer need, before traffic. Collective."""
+    for buffer in sym_buffer.ranks if isinstance(sym_buffer, VirtualSymmBuffer) else [sym_buffer]:
+        buffer.load()
+    sym_buffer._group.barrier()
 
 
 def _check_y(y: Tensor, num_tokens: int | Tensor | None, sym_buffer: SymmBuffer) -> int:
-    hidden = sym_buffer.config.hidden
+    hidden, device = sym_buffer.config.hidden, sym_buffer.device
     if not isinstance(y, Tensor) or y.dim() != 2 or y.shape[1] != hidden or y.dtype != torch.bfloat16:
         raise ValueError(f"y: got {describe(y)}, expected bf16 [tokens, {hidden}]")
+    rows = y.shape[0]
     if not y.is_contiguous():
         raise ValueError(f"y: got strides {y.stride()} of shape {list(y.shape)}, expected a contiguous tensor")
-    if y.device != sym_buffer.device:
-        raise ValueError(f"y: got {describe(y)}, expected the buffer's device {sym_buffer.device}")
-    sym_buffer.check_num_tokens(y.shape[0])
+    if y.device != device:
+        raise ValueError(f"y: got {describe(y)}, expected the buffer's device {device}")
+    sym_buffer.check_num_tokens(rows)
     if num_tokens is None:
-        return int(y.shape[0])
+        return rows
     if isinstance(num_tokens, Tensor):
-        if num_tokens.dtype != torch.int32 or num_tokens.numel() != 1 or num_tokens.device != sym_buffer.device:
+        if num_tokens.dtype != torch.int32 or num_tokens.numel() != 1 or num_tokens.device != device:
             raise ValueError(
-                f"num_tokens: got {describe(num_tokens)}, expected one int32 on the buffer's device {sym_buffer.device}"
+                f"num_tokens: got {describe(num_tokens)}, expected one int32 on the buffer's device {device}"
             )
-        return int(y.shape[0])
-    if isinstance(num_tokens, bool) or not isinstance(num_tokens, int) or not 0 <= num_tokens <= y.shape[0]:
-        raise ValueError(f"num_tokens: got {num_tokens!r}, expected 0 to y.shape[0] = {y.shape[0]}")
+        return rows
+    if isinstance(num_tokens, bool) or not isinstance(num_tokens, int) or not 0 <= num_tokens <= rows:
+        raise ValueError(f"num_tokens: got {num_tokens!r}, expected 0 to y.shape[0] = {rows}")
     return num_tokens
 
 
@@ -314,9 +324,7 @@ def _check_choices(recipe: tuple[int, int, int], activation: str, activation_cla
         raise ValueError(f"activation_clamp: got {activation_clamp!r}, expected a positive finite number or None")
 
 
-def _check_stats(stats: Tensor | None, sym_buffer: SymmBuffer) -> None:
-    if stats is None:
-        return
+def _check_stats(stats: Tensor, sym_buffer: SymmBuffer) -> None:
     shape = (sym_buffer.config.experts_per_rank,)
     if (
         not isinstance(stats, Tensor)
@@ -331,9 +339,7 @@ def _check_stats(stats: Tensor | None, sym_buffer: SymmBuffer) -> None:
         )
 
 
-def _check_role_times(role_times: Tensor | None) -> None:
-    if role_times is None:
-        return
+def _check_role_times(role_times: Tensor) -> None:
     roles = len(ROLE_NAMES)
     if (
         not isinstance(role_times, Tensor)
@@ -344,9 +350,7 @@ def _check_role_times(role_times: Tensor | None) -> None:
         raise ValueError(f"role_times: got {describe(role_times)}, expected contiguous int64 [{roles}]")
 
 
-def _check_debug(debug: DebugWindow | None, config: MegaMoEConfig) -> None:
-    if debug is None:
-        return
+def _check_debug(debug: DebugWindow, config: MegaMoEConfig) -> None:
     for name, value, size in (
         ("row_block", debug.row_block, config.num_pool_rows),
         ("column_block", debug.column_block, config.l1_columns),

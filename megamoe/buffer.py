@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -16,9 +17,10 @@ from torch import Tensor
 from megamoe.config import MegaMoEConfig
 from megamoe.faults import Fault, MegaMoEFault, read_fault_records
 from megamoe.groups import DistributedGroup, LocalGroup, VirtualGroup, as_group
-from megamoe.layout import MAX_FAULT_RECORDS, BufferLayout, Region, buffer_layout
+from megamoe.layout import LAUNCH_STRUCT, MAX_FAULT_RECORDS, BufferLayout, Region, buffer_layout
 from megamoe.quant import describe, quantize_activations
 from megamoe.targets import get_target
+from megamoe.weights import L1Weights, L2Weights
 
 _DTYPES = {
     "e4m3": torch.float8_e4m3fn,
@@ -60,6 +62,7 @@ _RESET_REGIONS = (
 
 
 MAX_TIMEOUT_S = 1e9
+_KNOWN_WEIGHTS = 256
 
 
 def default_timeout_s() -> float:
@@ -69,6 +72,52 @@ def default_timeout_s() -> float:
         return float(text)
     except ValueError as error:
         raise ValueError(f"MEGAMOE_TIMEOUT_S: got {text!r}, expected seconds") from error
+
+
+_Addresses = tuple[int, int, int, int]
+
+
+class KnownWeights:
+    """Weights that were checked for a buffer, so that a launch with the same tensors need not check them again.
+
+    Keeps no tensor alive. A tensor that took the place of a dead one, or that got other memory, is not known.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[tuple[weakref.ref[Tensor], ...], _Addresses]] = {}
+
+    def put_known(self, arguments: Any, l1_weights: L1Weights, l2_weights: L2Weights) -> bool:
+        """Put the addresses of known weights into a launch's arguments. False: they are not known."""
+        if type(l1_weights) is not L1Weights or type(l2_weights) is not L2Weights:
+            return False
+        (first, second), (third, fourth) = l1_weights, l2_weights
+        entry = self._known.get(id(first))
+        if entry is None:
+            return False
+        references, addresses = entry
+        if (
+            references[0]() is not first
+            or references[1]() is not second
+            or references[2]() is not third
+            or references[3]() is not fourth
+            or (first.data_ptr(), second.data_ptr(), third.data_ptr(), fourth.data_ptr()) != addresses
+        ):
+            return False
+        self._put(arguments, addresses)
+        return True
+
+    def put_new(self, arguments: Any, l1_weights: L1Weights, l2_weights: L2Weights) -> None:
+        """The same for weights that were just checked."""
+        tensors = (*l1_weights, *l2_weights)
+        addresses = (tensors[0].data_ptr(), tensors[1].data_ptr(), tensors[2].data_ptr(), tensors[3].data_ptr())
+        if len(self._known) >= _KNOWN_WEIGHTS:
+            self._known = {key: entry for key, entry in self._known.items() if all(ref() for ref in entry[0])}
+        self._known[id(tensors[0])] = tuple(weakref.ref(tensor) for tensor in tensors), addresses
+        self._put(arguments, addresses)
+
+    @staticmethod
+    def _put(arguments: Any, addresses: _Addresses) -> None:
+        arguments.l1_weight, arguments.l1_sf, arguments.l2_weight, arguments.l2_sf = addresses
 
 
 class SymmBuffer:
@@ -92,11 +141,15 @@ class SymmBuffer:
         check_every: int | None,
     ) -> None:
         self._rank = rank_memory
+        self.device: torch.device = rank_memory.device
         self._group = group
         self.layout: BufferLayout = rank_memory.layout
         self.config: MegaMoEConfig = self.layout.config
         self.rank: int = rank_memory.rank
         self.timeout_s = timeout_s
+        self.arguments: Any = LAUNCH_STRUCT.ctype()
+        """Of the launch that is being made; a target copies what it queues."""
+        self.known_weights = KnownWeights()
         self._check_every = check_every
         self._launches = 0
         self._reported_faults = 0
@@ -131,11 +184,6 @@ class SymmBuffer:
         memory = self._rank.memory if rank is None else self._rank.peer_memory(rank)
         whole = _region_view(memory, region)
         return whole[self.epoch % 2] if region.banked else whole
-
-    @property
-    def device(self) -> torch.device:
-        device: torch.device = self._rank.device
-        return device
 
     @property
     def epoch(self) -> int:
@@ -193,13 +241,20 @@ class SymmBuffer:
     def launch(self, arguments: Any, keep_alive: object, *, stream: Any = None) -> None:
         """Queue a launch on this rank. Users call ``fp8_mega_moe``; its arguments are checked there."""
         self._require_open()
-        self._rank.launch(arguments, keep_alive, stream)
+        captured = self._rank.launch(arguments, keep_alive, stream)
         self._launches += 1
+        if captured:  # it has not run, and nothing may be read meanwhile
+            return
         if self._check_every is not None and self._launches % self._check_every == 0:
             self._raise_for_faults(idle=False)
 
+    def load(self) -> None:
+        """Compile and load what launches and `fill` need."""
+        self._require_open()
+        self._rank.load()
+
     def check(self) -> None:
-        """Wait for the launches so far and raise for what went wrong in them.
+        """Wait for the launches so far, replays of captured ones too, and raise for what went wrong in them.
 
         Raises:
             MegaMoEFault: a fault since the last check, in words, or the group is aborted and wants ``reset()``.
@@ -334,10 +389,19 @@ def _reset(group: LocalGroup | DistributedGroup, buffers: Sequence[SymmBuffer]) 
     highest = max(group.all_gather(max(buffer.epoch for buffer in buffers)))
     for buffer in buffers:
         _clear(buffer, highest)
+    _settle(buffers)
     group.barrier()
     for buffer in buffers:
         buffer.view("abort").view(torch.int64).zero_()
+    _settle(buffers)
     group.barrier()
+
+
+def _settle(buffers: Sequence[SymmBuffer]) -> None:
+    """Wait until what was written into the buffers is there for everybody."""
+    for device in {buffer.device for buffer in buffers}:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
 
 def withdraw(group: LocalGroup | DistributedGroup, reason: ValueError) -> None:

@@ -73,7 +73,7 @@ class FakeGpus:
     capturing: FakeGraph | None = None
     stream: int = DEFAULT_STREAM
     current: int = 0
-    _handles: dict[tuple[int, int], Any] = field(default_factory=dict)
+    _handles: dict[tuple[object, ...], Any] = field(default_factory=dict)
     _streams: dict[int, host.HostStream] = field(default_factory=dict)
     _kept: list[Any] = field(default_factory=list)
 
@@ -84,9 +84,9 @@ class FakeGpus:
 
     def run(self, entry: Any, group: Any, workers: int) -> None:
         """One rank's launch on the emulator."""
-        key = (entry.bases, entry.rank)
+        bases = (ctypes.c_void_p * group.problem.num_ranks).from_address(entry.bases)
+        key = (bytes(group), bytes(bases), entry.host_status, entry.rank)  # memory is used again by later buffers
         if key not in self._handles:
-            bases = (ctypes.c_void_p * group.problem.num_ranks).from_address(entry.bases)
             problem, layout = type(group.problem).from_buffer_copy(group.problem), type(group.layout)()
             ctypes.pointer(layout)[0] = group.layout
             handle = host.library().megamoe_rank_create(
@@ -94,8 +94,10 @@ class FakeGpus:
             )
             self._handles[key] = SimpleNamespace(handle=handle)
             self._kept.append((problem, layout))
-        own = (ctypes.c_uint64 * group.problem.num_ranks).from_address(entry.bases)[entry.rank]
-        stream = self._streams.setdefault(own, host.HostStream(min(2, workers)))
+        own = bases[entry.rank]
+        if own not in self._streams:
+            self._streams[own] = host.HostStream(min(2, workers))
+        stream = self._streams[own]
         arguments = type(entry.launch).from_buffer_copy(entry.launch)
         arguments.launch = next(_launch_numbers)
         stream.launch(self._handles[key], arguments, None)

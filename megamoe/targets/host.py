@@ -220,11 +220,15 @@ class HostRank:
         """Another rank's buffer, uint8 [num_bytes]."""
         return self.memories[rank].memory
 
-    def launch(self, arguments: ctypes.Structure, keep_alive: object, stream: HostStream | None = None) -> None:
-        """Queue a launch on this rank's stream or another one."""
+    def load(self) -> None:
+        """Everything was loaded when the rank was made."""
+
+    def launch(self, arguments: ctypes.Structure, keep_alive: object, stream: HostStream | None = None) -> bool:
+        """Queue a launch on this rank's stream or another one. False: nothing is ever captured into a graph here."""
         if stream is not None and stream is not self.stream and stream not in self._guest_streams:
             self._guest_streams.append(stream)
         (stream or self.stream).launch(self, arguments, keep_alive)
+        return False
 
     def synchronize(self, timeout_s: float | None = None) -> bool:
         """Wait for every launch so far, on whatever stream. False when one took longer than ``timeout_s``."""

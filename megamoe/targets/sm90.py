@@ -393,7 +393,7 @@ def rank_table_type(num_ranks: int) -> Any:
 def _fused_module(
     device: int, ranks_here: int, l2_sf_granularity: int, bring_up: bool, options: tuple[str, ...]
 ) -> Module:
-    """``options`` are those of ``extra_options`` that ``build`` adds by itself: builds that differ live side by side."""
+    """``options`` are those of ``extra_options``, which ``build`` adds: builds that differ live side by side."""
     return Module(build_fused(ranks_here, l2_sf_granularity, bring_up), [device])
 
 

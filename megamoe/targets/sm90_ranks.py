@@ -218,8 +218,11 @@ def _current_stream(device: int) -> int:
 
 
 def _is_capturing(stream: int) -> bool:
-    status = sm90._call("cuStreamIsCapturing", stream)
-    return bool(status != sm90._driver().CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
+    driver = sm90._driver()
+    status, capture = driver.cuStreamIsCapturing(stream)
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"cuStreamIsCapturing({stream:#x}): {status.name}")
+    return bool(capture != driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
 
 
 @dataclass(frozen=True)
@@ -257,16 +260,18 @@ class Grid:
         for bring_up in (False, True):
             sm90.fused_kernel(self.device, len(self.ranks), self.layout.config.l2_sf_granularity, bring_up)
 
-    def submit(self, entry: Any, keep_alive: object, stream: int) -> None:
-        """Queue a rank's launch, copying its arguments; the grid starts once every rank of the GPU has one."""
+    def submit(self, entry: Any, keep_alive: object, stream: int) -> bool:
+        """Queue a rank's launch, copying its arguments; the grid starts once every rank of the GPU has one. True: it is
+        captured into a graph."""
         captured = _is_capturing(stream)
         if len(self.ranks) == 1:
             self._start([_Waiting(entry, keep_alive, stream, captured)])
-            return
+            return captured
         copied = type(entry).from_buffer_copy(entry)
         self._waiting[entry.rank].append(_Waiting(copied, keep_alive, stream, captured))
         if all(self._waiting.values()):
             self._start([self._waiting[rank].popleft() for rank in self.ranks])
+        return captured
 
     def flush(self) -> None:
         """Start what waits, although some ranks have nothing: they do not launch, and the others will say so."""
@@ -373,13 +378,17 @@ class Sm90Rank:
         """Another rank's buffer, uint8 [num_bytes]."""
         return self._memories[rank]
 
-    def launch(self, arguments: Any, keep_alive: object, stream: torch.cuda.Stream | None = None) -> None:
-        """Put a launch on ``stream``, or on the current stream of this rank's GPU."""
+    def load(self) -> None:
+        """Load every kernel that launches on this rank may need."""
+        self._grid.load()
+
+    def launch(self, arguments: Any, keep_alive: object, stream: torch.cuda.Stream | None = None) -> bool:
+        """Put a launch on ``stream``, or on the current stream of this rank's GPU. True: a graph captures it."""
         arguments.launch = 0  # the grid's own number tells launches apart, also replays of a captured one
         entry = self._entry
         entry.launch = arguments
         entry.maps = self._maps.address(arguments.l1_weight, arguments.l2_weight)
-        self._grid.submit(
+        return self._grid.submit(
             entry, keep_alive, _current_stream(self._grid.device) if stream is None else stream.cuda_stream
         )
 
