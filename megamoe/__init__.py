@@ -15,6 +15,7 @@ from megamoe.buffer import SymmBuffer, VirtualSymmBuffer
 from megamoe.config import MegaMoEConfig, Stage
 from megamoe.faults import Fault, MegaMoEFault
 from megamoe.groups import VirtualGroup
+from megamoe.module import MegaMoE
 from megamoe.schedule import Schedule
 from megamoe.weights import (
     L1Weights,
@@ -28,6 +29,7 @@ __all__ = [
     "Fault",
     "L1Weights",
     "L2Weights",
+    "MegaMoE",
     "MegaMoEConfig",
     "MegaMoEFault",
     "Schedule",

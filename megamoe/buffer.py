@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 import os
 import weakref
 from collections import Counter
@@ -193,13 +194,23 @@ class SymmBuffer:
 
     # --- inputs --------------------------------------------------------------------------------------------------
 
-    def fill(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, *, ue8m0: bool = False) -> int:
-        """Quantise tokens and put them, with their routes, into the views of this rank.
+    def fill(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        *,
+        routed_scaling_factor: float = 1.0,
+        ue8m0: bool = False,
+    ) -> int:
+        """Quantise tokens and put them, with their routes, into the views of this rank; on a GPU in one launch on the
+        current stream.
 
         Args:
             x: bf16 or fp32 [tokens, hidden].
             topk_idx: integer [tokens, num_topk]: global expert ids; below 0 = masked.
             topk_weights: fp32 [tokens, num_topk].
+            routed_scaling_factor: by which the weights are multiplied, in fp32.
             ue8m0: round the scales up to powers of two.
 
         Returns:
@@ -221,11 +232,16 @@ class SymmBuffer:
             raise ValueError(f"topk_idx: got {describe(topk_idx)}, expected int32 or int64 {list(routes)}")
         if tuple(topk_weights.shape) != routes or topk_weights.dtype != torch.float32:
             raise ValueError(f"topk_weights: got {describe(topk_weights)}, expected fp32 {list(routes)}")
+        if not math.isfinite(routed_scaling_factor):
+            raise ValueError(f"routed_scaling_factor: got {routed_scaling_factor!r}, expected a finite number")
+        if self.device.type == "cuda":
+            self._rank.fill(x, topk_idx, topk_weights, routed_scaling_factor, ue8m0)
+            return tokens
         values, scales = quantize_activations(x, ue8m0=ue8m0)
         self.view("x")[:tokens].view(torch.uint8).copy_(values.view(torch.uint8))
         self.view("x_sf")[:tokens] = scales
         self.view("topk_idx")[:tokens] = topk_idx
-        self.view("topk_weights")[:tokens] = topk_weights
+        self.view("topk_weights")[:tokens] = topk_weights * routed_scaling_factor
         return tokens
 
     def check_num_tokens(self, tokens: int) -> None:

@@ -195,6 +195,7 @@ def replacements(gpus: FakeGpus) -> list[tuple[object, str, object]]:
         (sm90, "free", lambda device, address: memory.pop(address)),
         (sm90, "copy_to_device", copy_to_device),
         (sm90, "fused_kernel", fused_kernel),
+        (sm90, "fill_kernel", lambda device, dtype: None),  # the device of a buffer is the CPU here
         (sm90_ranks, "_encode", encode),
         (sm90_ranks, "_plain_memory", _cpu_memory),
         (sm90_ranks, "_symmetric_memory", _shared_memory),

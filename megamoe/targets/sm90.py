@@ -36,6 +36,11 @@ IDENTITY_KERNEL = "megamoe_grid_identity"
 PROOF_THREADS = 128
 PROOF_SHARED_BYTES = 168 * 1024
 """Dynamic shared memory of the proof kernel; the source asserts that its plan fits."""
+FILL_KERNELS = {torch.bfloat16: "megamoe_fill_bf16", torch.float32: "megamoe_fill_f32"}
+"""By dtype of x."""
+FILL_THREADS = 256
+FILL_GROUPS_PER_CTA = 16
+"""Groups of 128 columns that a CTA of the fill kernels quantises at a time."""
 FUSED_KERNEL = "megamoe_fused"
 FUSED_THREADS = 384
 FUSED_SHARED_BYTES = 232448
@@ -67,6 +72,29 @@ RANK_ARGUMENTS_STRUCT = abi.declare(
 )
 """What one rank has of its own: an entry of a table in device memory, one for each rank of the GPU."""
 
+FILL_ARGUMENTS_STRUCT = abi.declare(
+    "FillArguments",
+    (
+        abi.Field("x", "u64", comment="address of bf16 or fp32 rows, each on 16 bytes"),
+        abi.Field("topk_idx", "u64", comment="address of int32 or int64 [num_tokens, num_topk]"),
+        abi.Field("topk_weights", "u64", comment="address of fp32 [num_tokens, num_topk]"),
+        abi.Field("to_x", "u64"),
+        abi.Field("to_x_sf", "u64"),
+        abi.Field("to_topk_idx", "u64"),
+        abi.Field("to_topk_weights", "u64"),
+        abi.Field("x_stride", "u64", comment="elements from row to row of x"),
+        abi.Field("num_tokens", "u32"),
+        abi.Field("num_topk", "u32"),
+        abi.Field("hidden", "u32"),
+        abi.Field("x_sf_stride", "u32"),
+        abi.Field("wide_ids", "u32", comment="ids are int64, not int32"),
+        abi.Field("ue8m0", "u32"),
+        abi.Field("routed_scaling_factor", "f32"),
+        abi.Field("reserved", "u32"),
+    ),
+)
+"""Kernel parameter of csrc/sm90/fill.cu."""
+
 
 def generated_headers() -> dict[str, str]:
     """Name and text of the headers that every source of csrc/sm90 may include."""
@@ -78,6 +106,7 @@ def generated_headers() -> dict[str, str]:
             "namespace megamoe {",
             GROUP_ARGUMENTS_STRUCT.cpp,
             RANK_ARGUMENTS_STRUCT.cpp,
+            FILL_ARGUMENTS_STRUCT.cpp,
             "#if defined(MEGAMOE_RANKS_HERE)",
             "struct RankTable {  // kernel parameter: the ranks of this grid",
             "  RankArguments ranks[MEGAMOE_RANKS_HERE];",
@@ -401,6 +430,16 @@ def fused_kernel(device: int, ranks_here: int, l2_sf_granularity: int, bring_up:
     """The fused kernel for a GPU, built and loaded at first use."""
     module = _fused_module(device, ranks_here, l2_sf_granularity, bring_up, extra_options())
     return module.kernels[FUSED_KERNEL][device]
+
+
+@cache
+def _fill_module(device: int) -> Module:
+    return Module(build("fill"), [device])
+
+
+def fill_kernel(device: int, dtype: torch.dtype) -> Kernel:
+    """The fill kernel for an x of this dtype, built and loaded at first use."""
+    return _fill_module(device).kernels[FILL_KERNELS[dtype]][device]
 
 
 def open_ranks(group: Any, layout: Any, max_workers: int | None = None) -> Any:

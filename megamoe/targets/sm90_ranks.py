@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megamoe.config import MegaMoEConfig
+from megamoe.config import MegaMoEConfig, ceil_div
 from megamoe.groups import DistributedGroup, LocalGroup
 from megamoe.layout import BufferLayout, Region
 from megamoe.targets import sm90
@@ -28,6 +28,7 @@ MAX_HIDDEN = 16384
 _MAP_BYTES = 128
 _MAPS_BYTES = 6 * _MAP_BYTES
 _MAPS_IN_CHUNK = 64
+_VECTOR_BYTES = 16
 
 
 def check_config(config: MegaMoEConfig) -> None:
@@ -259,6 +260,8 @@ class Grid:
         """Load the kernels of the whole grid."""
         for bring_up in (False, True):
             sm90.fused_kernel(self.device, len(self.ranks), self.layout.config.l2_sf_granularity, bring_up)
+        for dtype in sm90.FILL_KERNELS:
+            sm90.fill_kernel(self.device, dtype)
 
     def submit(self, entry: Any, keep_alive: object, stream: int) -> bool:
         """Queue a rank's launch, copying its arguments; the grid starts once every rank of the GPU has one. True: it is
@@ -364,6 +367,46 @@ class Sm90Rank:
         self._entry: Any = sm90.RANK_ARGUMENTS_STRUCT.ctype(
             bases=self._bases.data_ptr(), host_status=self._status.device_address, rank=rank
         )
+
+        self._fill_arguments = self._fill_struct()
+        self._packed_fill = sm90.PackedArguments([self._fill_arguments])
+        self._max_fill_ctas = 8 * torch.cuda.get_device_properties(grid.device).multi_processor_count
+
+    def _fill_struct(self) -> Any:
+        base, config = self.memory.data_ptr(), self.layout.config
+        return sm90.FILL_ARGUMENTS_STRUCT.ctype(
+            to_x=base + self.layout["x"].offset,
+            to_x_sf=base + self.layout["x_sf"].offset,
+            to_topk_idx=base + self.layout["topk_idx"].offset,
+            to_topk_weights=base + self.layout["topk_weights"].offset,
+            num_topk=config.num_topk,
+            hidden=config.hidden,
+            x_sf_stride=self.layout["x_sf"].strides[0],
+        )
+
+    def fill(
+        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, routed_scaling_factor: float, ue8m0: bool
+    ) -> None:
+        """`SymmBuffer.fill` as one launch on the current stream; its arguments are checked there."""
+        tokens, hidden = x.shape
+        if tokens == 0:
+            return
+        if x.stride(1) != 1 or (x.stride(0) * x.element_size()) % _VECTOR_BYTES or x.data_ptr() % _VECTOR_BYTES:
+            x = x.clone(memory_format=torch.contiguous_format)
+        topk_idx, topk_weights = topk_idx.contiguous(), topk_weights.contiguous()
+        arguments = self._fill_arguments
+        arguments.x, arguments.topk_idx, arguments.topk_weights = (
+            tensor.data_ptr() for tensor in (x, topk_idx, topk_weights)
+        )
+        arguments.x_stride = x.stride(0)
+        arguments.num_tokens = tokens
+        arguments.wide_ids = topk_idx.dtype == torch.int64
+        arguments.ue8m0 = ue8m0
+        arguments.routed_scaling_factor = routed_scaling_factor
+        gpu = self._grid.device
+        groups = tokens * (hidden // BLOCK_K)
+        ctas = min(ceil_div(groups, sm90.FILL_GROUPS_PER_CTA), self._max_fill_ctas)
+        sm90.fill_kernel(gpu, x.dtype).launch_packed(ctas, sm90.FILL_THREADS, self._packed_fill, _current_stream(gpu))
 
     @property
     def status(self) -> Any:

@@ -1,0 +1,142 @@
+"""The layer as a torch module, on the host target."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import megamoe
+from megamoe import MegaMoE, SymmBuffer, VirtualGroup
+from megamoe.quant import quantize_activations, quantize_weights
+from megamoe.reference import RankInputs, compare, moe_layer
+
+HIDDEN, INTERMEDIATE, EXPERTS, TOPK, CAPACITY = 256, 128, 4, 2, 24
+
+
+def natural(seed: int, experts: int = EXPERTS) -> Any:
+    draw = torch.Generator().manual_seed(seed)
+    l1 = torch.randn(experts, 2 * INTERMEDIATE, HIDDEN, generator=draw) / HIDDEN**0.5
+    l2 = torch.randn(experts, HIDDEN, INTERMEDIATE, generator=draw) / INTERMEDIATE**0.5
+    return quantize_weights(l1), quantize_weights(l2)
+
+
+def batch(seed: int, *leading: int) -> tuple[Tensor, Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    x = torch.randn(*leading, HIDDEN, generator=draw).bfloat16()
+    ids = torch.rand(*leading, EXPERTS, generator=draw).argsort(-1)[..., :TOPK].contiguous()
+    return x, ids, torch.rand(*leading, TOPK, generator=draw)
+
+
+def answers(config: Any, weights: list[Any], batches: list[Any], factor: float = 1.0) -> list[Tensor]:
+    inputs = [
+        RankInputs(
+            *quantize_activations(x.reshape(-1, HIDDEN)), ids.reshape(-1, TOPK).long(), w.reshape(-1, TOPK) * factor
+        )
+        for x, ids, w in batches
+    ]
+    return moe_layer(config, inputs, weights)
+
+
+@pytest.fixture
+def layer() -> Any:
+    made = MegaMoE(natural(0), VirtualGroup(1), num_topk=TOPK, num_max_tokens_per_rank=CAPACITY, timeout_s=20.0)
+    yield made
+    made.close()
+
+
+def transformed(layer: MegaMoE) -> Any:
+    return megamoe.L1Weights(layer.l1_weight, layer.l1_sf), megamoe.L2Weights(layer.l2_weight, layer.l2_sf)
+
+
+def test_answers_like_the_oracle_in_any_shape(layer: MegaMoE) -> None:
+    for leading in ((12,), (2, 3, 4), (0,)):
+        x, ids, w = batch(1, *leading)
+        y = layer(x, ids.int(), w)
+        assert y.shape == x.shape
+        assert y.dtype == torch.bfloat16
+        (expected,) = answers(layer.sym_buffer.config, [transformed(layer)], [(x, ids, w)])
+        assert compare("y", y.reshape(-1, HIDDEN), expected).ok
+
+
+def test_routed_scaling_factor() -> None:
+    layer = MegaMoE(
+        natural(0), VirtualGroup(1), num_topk=TOPK, num_max_tokens_per_rank=CAPACITY, routed_scaling_factor=2.5
+    )
+    x, ids, w = batch(2, 8)
+    (expected,) = answers(layer.sym_buffer.config, [transformed(layer)], [(x, ids, w)], 2.5)
+    assert compare("y", layer(x, ids, w), expected).ok
+    layer.close()
+
+
+def test_virtual_ranks_share_buffers_between_layers() -> None:
+    """Two layers of two ranks over one pair of buffers."""
+    opened = megamoe.get_symm_buffer_for_mega_moe(VirtualGroup(2), EXPERTS, CAPACITY, TOPK, HIDDEN, INTERMEDIATE)
+    layers = [
+        [MegaMoE(natural(10 * number + rank, EXPERTS // 2), buffer) for rank, buffer in enumerate(opened.ranks)]
+        for number in range(2)
+    ]
+    for ranks in (layers[0], layers[1], layers[0]):
+        batches = [batch(3 + rank, 5 + rank) for rank in range(2)]
+        y = [layer(*given) for layer, given in zip(ranks, batches, strict=True)]
+        opened.check()
+        expected = answers(opened.config, [transformed(layer) for layer in ranks], batches)
+        for found, wanted in zip(y, expected, strict=True):
+            assert compare("y", found, wanted).ok
+    layers[0][0].close()  # it was given its buffer
+    opened.ranks[0].check()
+    opened.close()
+
+
+def test_weights_replaced_in_place_and_by_others(layer: MegaMoE) -> None:
+    x, ids, w = batch(4, 6)
+    first = layer(x, ids, w)
+    other = MegaMoE(natural(9), VirtualGroup(1), num_topk=TOPK, num_max_tokens_per_rank=CAPACITY)
+    expected = other(x, ids, w)
+    assert not torch.equal(first, expected)
+    state = other.state_dict()
+    assert set(state) == {"l1_weight", "l1_sf", "l2_weight", "l2_sf"}
+    layer.load_state_dict(state)
+    assert torch.equal(layer(x, ids, w), expected)
+    layer.l1_weight = other.l1_weight.clone()
+    assert torch.equal(layer(x, ids, w), expected)
+    other.close()
+
+
+def test_token_count_from_a_tensor(layer: MegaMoE) -> None:
+    x, ids, w = batch(5, 6)
+    whole = layer(x, ids, w)
+    part = layer(x, ids, w, num_tokens=torch.tensor([4], dtype=torch.int32))
+    assert torch.equal(part[:4], whole[:4])
+
+
+def test_what_it_refuses(layer: MegaMoE) -> None:
+    x, ids, w = batch(6, 6)
+    shared: SymmBuffer = layer.sym_buffer
+    calls: dict[str, Any] = {
+        "x: got": lambda: layer(x[:, 1:], ids, w),
+        "topk_idx: got": lambda: layer(x, ids[1:], w),
+        "topk_weights: got float64": lambda: layer(x, ids, w.double()),
+        "num_tokens: got 25": lambda: layer(*batch(0, 25)),
+        "several|virtual ranks": lambda: MegaMoE(
+            natural(0), VirtualGroup(2), num_topk=2, num_max_tokens_per_rank=CAPACITY
+        ),
+        "num_topk: got None": lambda: MegaMoE(natural(0), VirtualGroup(1), num_max_tokens_per_rank=CAPACITY),
+        "no options": lambda: MegaMoE(natural(0), shared, num_topk=2),
+        "l1_weights.weight": lambda: MegaMoE(natural(0, 2), shared),
+        "routed_scaling_factor": lambda: shared.fill(x, ids, w, routed_scaling_factor=float("nan")),
+    }
+    for words, call in calls.items():
+        with pytest.raises(ValueError, match=words):
+            call()
+    assert layer(x, ids, w).isfinite().all()
+
+
+def test_a_fault_is_raised_where_the_call_waits(layer: MegaMoE) -> None:
+    x, ids, w = batch(7, 3)
+    ids[1, 0] = EXPERTS
+    with pytest.raises(megamoe.MegaMoEFault, match=f"names expert {EXPERTS}"):
+        layer(x, ids, w)
+    assert layer(*batch(7, 3)).isfinite().all()
