@@ -13,7 +13,8 @@ from phases.support.numeric import WorkloadComparison, numeric_variants
 from phases.support.runner import CaseList, Phase, Variant, main
 from phases.support.workloads import make_config
 
-LAUNCHES = 10
+LAUNCHES = {"single": 10, "virtual": 10, "spread": 10, "process": 2}
+"""Many where a rank has several workers, which race for the chunks."""
 
 
 def check_routing_chunks(phase: Phase, checks: CaseChecks, *, work: Workload) -> None:
@@ -21,7 +22,7 @@ def check_routing_chunks(phase: Phase, checks: CaseChecks, *, work: Workload) ->
     chunks = num_route_chunks(work.config)
     checks.require(chunks >= 3, f"a full rank's routes are {chunks} chunks, expected several")
     comparison = WorkloadComparison(phase, checks, work)
-    for _ in range(LAUNCHES):
+    for _ in range(LAUNCHES[phase.ranks.kind]):
         comparison.launch_and_compare()
 
 
