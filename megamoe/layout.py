@@ -16,13 +16,13 @@ REGION_ALIGNMENT = 256
 BULK_COPY_BYTES = 16
 """Rows that a bulk copy moves start and end on this boundary."""
 
-ROUTES_PER_CHUNK = 512
+ROUTES_PER_CHUNK = 1024
 """Routes of one claim while a source sorts its routes by expert."""
 
 NUM_BANKS = 2
 """Counters of a launch live in the bank of its epoch's parity; the other bank is cleared meanwhile."""
 
-ROWS_PER_PULL = 8
+ROWS_PER_PULL = 4
 """Pool rows of one pull claim."""
 
 LAUNCH_DECISION_SLOTS = 8

@@ -62,7 +62,7 @@ MEGAMOE_FN constexpr uint64_t grace_ns(WaitFor wait) {
   return wait == WaitFor::routes ? 0 : wait == WaitFor::expert_done ? 200'000'000 : 100'000'000;
 }
 
-constexpr uint32_t kPollsPerLook = 32;  // polls between two looks at the clock and the abort flag
+constexpr uint32_t kPollsPerLook = 16;  // polls between two looks at the clock and the abort flag
 
 template <class T>
 struct Waited {
@@ -96,7 +96,7 @@ MEGAMOE_FN auto wait_until(const Context& context, Ref word, Reached reached, Fa
         return {false, seen};
       }
     }
-    pause();
+    pause(polls);
   }
 }
 

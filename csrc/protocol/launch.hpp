@@ -27,7 +27,7 @@ MEGAMOE_FN Entry enter_launch(Context& context, uint64_t launch, uint32_t num_wo
   uint64_t seen = decision.load(relaxed);
   while (seen >> kEntryBits != launch) {
     if (seen != 0) {
-      pause();
+      pause(0);
       seen = decision.load(relaxed);
     } else if (decision.compare_exchange_weak(seen, undecided, acquire_release, relaxed)) {
       uint64_t free = 0;
@@ -41,7 +41,7 @@ MEGAMOE_FN Entry enter_launch(Context& context, uint64_t launch, uint32_t num_wo
     }
   }
   while (seen == undecided) {  // the decider runs already and waits for nobody
-    pause();
+    pause(0);
     seen = decision.load(relaxed);
   }
   seen = decision.load(acquire);

@@ -13,7 +13,8 @@ namespace {
 
 constexpr uint32_t kScaleGroups = MEGAMOE_SCALE_GROUPS;
 constexpr bool kBringUp = MEGAMOE_BRING_UP;
-constexpr uint32_t kGroupBlocks = 16;  // pool blocks whose tiles are claimed together
+// Pool blocks whose tiles are claimed together: with few blocks smaller groups, so that L2 tiles fill the last wave of L1.
+constexpr uint32_t kGroupBlocks = 16, kSmallGroupBlocks = 8;
 constexpr uint32_t kGroupLag = 1;
 
 // setmaxnreg: 128 * 56 + 256 * 224 = 64,512, what 384 threads of 168 start with.
@@ -22,15 +23,14 @@ constexpr uint32_t kMathRegisters = 224;
 
 using Shared = SharedStorage<kScaleGroups>;
 using OneWarp = WarpTeam<1>;
-using LeaveTeam = WarpTeam<4>;
-constexpr uint32_t kLeaveThreads = LeaveTeam::kThreads;
 
 static_assert(sizeof(Shared) <= kFusedSharedBytes);
 
 MEGAMOE_FN TileOrder tile_order(const Context& context, uint32_t num_blocks) {
   const uint32_t l1_tiles = context.stage >= Stage::l1_gemm ? context.problem->num_l1_tiles : 0;
   const uint32_t l2_tiles = context.has_l2() ? context.problem->num_l2_tiles : 0;
-  return {num_blocks, l1_tiles, l2_tiles, kGroupBlocks, kGroupLag};
+  const bool few = num_blocks <= 2 * context.problem->experts_per_rank;
+  return {num_blocks, l1_tiles, l2_tiles, few ? kSmallGroupBlocks : kGroupBlocks, kGroupLag};
 }
 
 template <class T>
@@ -52,9 +52,11 @@ MEGAMOE_FN void set_up(const GroupArguments& group, const RankArguments& mine, S
     for (uint32_t slot = 0; slot < kTileSlots; ++slot) {
       init_barrier(&shared.tile_full[slot], 1);
       init_barrier(&shared.tile_empty[slot], kMathWarps);
+      init_barrier(&shared.rows_ready[slot], 1);
     }
+    init_barrier(&shared.claim_next, 1);
     publish_barrier_init();
-    shared.stored_halves[0] = shared.stored_halves[1] = 0;
+    for (uint32_t& halves : shared.stored_halves) halves = 0;
     Context context = make_context(group, mine);
     context.problem = &shared.problem;
     context.layout = &shared.layout;
@@ -85,47 +87,72 @@ MEGAMOE_FN Entered enter(const Context& context, const LaunchArguments& launch) 
   return {mine.epoch, entry, aborted(mine)};
 }
 
-// Warp 0: the load role.
+// Warp 0.
 MEGAMOE_FN void run_load(Shared& shared) {
-  const Context& context = shared.context;
-  OneWarp team(0, 0, nullptr);
-  const auto& maps = *reinterpret_cast<const TensorMaps*>(shared.maps);
-  const Table table = wait_for_table(context, team);
-  if (team.rank() == 0) shared.order = tile_order(context, table.ready ? table.num_blocks : 0);
-  team.sync();
-  Loader<kScaleGroups>(shared, maps, team).run(context, shared.order);
+  if (threadIdx.x == 0) Loader<kScaleGroups>(shared, *reinterpret_cast<const TensorMaps*>(shared.maps)).run();
 }
 
-// Warps 1 to 3: routes, table, pull, combine, and the other bank.
-MEGAMOE_FN void run_dispatch(Shared& shared) {
+// Warp 1. Always hands on a last tile that says stop, also when the launch drains: the other roles wait for it.
+MEGAMOE_FN void run_schedule(Shared& shared, bool drains) {
+  OneWarp team(1, 0, nullptr);
+  const Table table = drains ? Table{false, 0} : wait_for_table(shared.context, team);
+  if (team.rank() == 0) shared.order = tile_order(shared.context, table.ready ? table.num_blocks : 0);
+  team.sync();
+  Scheduler<kScaleGroups>(shared, team).run(shared.context, shared.order);
+}
+
+// One warp. The dispatch warps come here after the last row is pulled, the math warps after the last tile: most tokens are
+// complete only when nearly all experts are.
+MEGAMOE_FN void run_combine(Shared& shared) {
+  const Context& context = shared.context;
+  OneWarp alone(threadIdx.x / kWarpThreads, 0, nullptr);
+  combine_tokens(context, alone, combine_parts(context), [&](uint32_t token, uint32_t part) {
+    if (context.stage == Stage::combine) reduce_token(context, shared.launch, token, part);
+  });
+}
+
+// Warps 2 and 3.
+MEGAMOE_FN void run_pull(Shared& shared) {
   const Context& context = shared.context;
   const uint32_t warp = threadIdx.x / kWarpThreads;
-  DispatchTeam team(1, kDispatchBarrier, &shared.dispatch_team);
   OneWarp alone(warp, 0, nullptr);
-  if (publish_routes(context, team) &&
-      build_table(context, team, reinterpret_cast<int32_t*>(shared.launch.recv_stats))) {
-    Puller puller(shared.pull[warp - 1]);
-    const bool pulled = pull_rows(context, alone, [&](uint32_t block, uint32_t first_row, uint32_t rows) {
-      puller.copy_rows(context, block, first_row, rows);
-    });
-    if (pulled)
-      combine_tokens(context, alone, combine_parts(context), [&](uint32_t token, uint32_t part) {
-        if (context.stage == Stage::combine) reduce_token(context, shared.launch, token, part);
-      });
+  Puller puller(shared.pull[warp - 2]);
+  pull_rows(context, alone, [&](uint32_t block, uint32_t first_row, uint32_t rows) {
+    puller.copy_rows(context, block, first_row, rows);
+  });
+}
+
+// The first warpgroup: routes and table together, then each warp its role, then the other bank.
+MEGAMOE_FN void run_first_warpgroup(Shared& shared) {
+  const Context& context = shared.context;
+  const uint32_t warp = threadIdx.x / kWarpThreads;
+  DispatchTeam team(0, kDispatchBarrier, &shared.dispatch_team);
+  const bool drains = !publish_routes(context, team) ||
+                      !build_table(context, team, reinterpret_cast<int32_t*>(shared.launch.recv_stats));
+  if (warp == 0) {
+    run_load(shared);
+  } else if (warp == 1) {
+    run_schedule(shared, drains);
+  } else {
+    if (!drains) {
+      run_pull(shared);
+      run_combine(shared);
+    }
+    OneWarp alone(warp, 0, nullptr);
+    clear_other_bank(context, alone);
   }
-  clear_other_bank(context, alone);
 }
 
 // By the first warpgroup.
 MEGAMOE_FN void fill_y(const Shared& shared) {
   const Context& context = shared.context;
-  if (context.stage != Stage::combine || threadIdx.x >= kLeaveThreads) return;
+  if (context.stage != Stage::combine || threadIdx.x >= DispatchTeam::kThreads) return;
   fill_nan(reinterpret_cast<uint16_t*>(shared.launch.y), uint64_t(context.num_tokens) * context.problem->hidden,
-           threadIdx.x, kLeaveThreads);
+           threadIdx.x, DispatchTeam::kThreads);
 }
 
 MEGAMOE_FN void leave(Shared& shared) {
-  LeaveTeam team(0, kLeaveBarrier, &shared.leave_team);
+  DispatchTeam team(0, kDispatchBarrier, &shared.dispatch_team);
   leave_launch(shared.context, team, this_worker(MEGAMOE_RANKS_HERE).count, [&](const Context&) { fill_y(shared); });
 }
 
@@ -151,16 +178,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   // Each warpgroup's way from here to its end is one branch, so that setmaxnreg holds for all of it.
   if (threadIdx.x >= 128) {
     take_registers<kMathRegisters>();
-    if (runs) MathRole<kScaleGroups, kBringUp>(context, shared).run();
+    if (runs) {
+      MathRole<kScaleGroups, kBringUp>(context, shared).run();
+      if (!aborted(context)) run_combine(shared_again(shared));
+    }
     barrier_sync(kCtaBarrier, kThreads);
   } else {
     give_registers<kDispatchRegisters>();
     if (runs) {
-      if (threadIdx.x < kWarpThreads) {
-        run_load(shared_again(shared));
-      } else {
-        run_dispatch(shared_again(shared));
-      }
+      run_first_warpgroup(shared_again(shared));
     } else if (threadIdx.x < kWarpThreads) {
       OneWarp alone(0, 0, nullptr);
       clear_other_bank(context, alone);

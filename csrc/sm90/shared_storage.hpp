@@ -14,28 +14,28 @@ constexpr uint32_t kBlockN = 256;
 constexpr uint32_t kBlockK = 128;
 constexpr uint32_t kPieceN = 128;  // columns of one product; two make a tall tile
 constexpr uint32_t kStages = 4;
-constexpr uint32_t kTileSlots = 4;
+constexpr uint32_t kTileSlots = 2;
+constexpr uint32_t kClaimLead = 8;  // stages before the end of a tile at which the next one is claimed
 
 constexpr uint32_t kMathWarpgroups = 2;
 constexpr uint32_t kMathWarps = 4 * kMathWarpgroups;
-constexpr uint32_t kDispatchWarps = 3;
+constexpr uint32_t kPullWarps = 2;
 constexpr uint32_t kThreads = 128 * (1 + kMathWarpgroups);
 
 // Named barriers; 0 is the whole CTA's.
-constexpr uint32_t kDispatchBarrier = 1;
+constexpr uint32_t kDispatchBarrier = 1;   // the first warpgroup
 constexpr uint32_t kMathBarrier = 2;       // both math warpgroups
 constexpr uint32_t kWarpgroupBarrier = 3;  // and 4: one math warpgroup
 constexpr uint32_t kCtaBarrier = 5;        // every role has ended
-constexpr uint32_t kLeaveBarrier = 6;      // the first warpgroup, on its way out
 
-using Puller = RowPuller<3, 1792>;  // a row of 7168 bytes in four pieces
-using DispatchTeam = WarpTeam<kDispatchWarps, kRoutesPerChunk>;
+using Puller = RowPuller<4, 1792>;  // a row of 7168 bytes in four pieces
+using DispatchTeam = WarpTeam<4, kRoutesPerChunk>;  // the whole first warpgroup, before its warps part
 
 enum class TileWork : uint32_t { l1, l2, stop };
 
 constexpr uint32_t kMaxDepth = 128;  // stages of a tile: hidden and intermediate up to 16,384
 
-// What the load role tells the math role about the tile whose stages it fills.
+// What the schedule role tells the load and math roles about a tile.
 struct TileSlot {
   TileWork work;
   uint32_t block, column, rows, expert;
@@ -58,17 +58,18 @@ struct SharedStorage {
   alignas(1024) uint8_t rows[kStages][kBlockM * kBlockK];
   alignas(1024) uint8_t columns[kStages][kBlockN * kBlockK];
   alignas(128) float row_scales[kStages][kScaleGroups][kBlockM];
-  Puller::Shared pull[kDispatchWarps];
+  Puller::Shared pull[kPullWarps];
   RowTargets targets[kMathWarpgroups];
   float row_amax[2][kMathWarpgroups][kShortM];
   alignas(8) uint64_t full[kStages];
   uint64_t empty[kStages];
   uint64_t tile_full[kTileSlots];
   uint64_t tile_empty[kTileSlots];
+  uint64_t rows_ready[kTileSlots];
+  uint64_t claim_next;
   TileSlot tiles[kTileSlots];
-  uint32_t stored_halves[2];  // warpgroups that stored their part of a tile, by the parity of the tile's turn
+  uint32_t stored_halves[4];  // warpgroups that stored their part of a tile, by the tile's turn: one can be two tiles ahead
   typename DispatchTeam::Shared dispatch_team;
-  typename WarpTeam<4>::Shared leave_team;
   Entered entered;
   TileOrder order;
   uint64_t maps;  // address of this rank's TensorMaps

@@ -5,15 +5,17 @@
 
 namespace megamoe::sm90 {
 
-MEGAMOE_FN float swiglu(float gate, float up, float weight, const LaunchArguments& launch) {
-  if (launch.has_clamp) {
-    const float clamp = launch.activation_clamp;  // comparisons, not fmin: a NaN stays a NaN
-    gate = gate > clamp ? clamp : gate;
-    up = up > clamp ? clamp : up;
-    up = up < -clamp ? -clamp : up;
-  }
-  // g / (1 + exp(-g)) is g * 0 at exp(-g) = inf, as it should be; only __fdividef would make that a NaN.
-  const float sigmoid = launch.fast_math ? __frcp_rn(1.0f + __expf(-gate)) : __fdiv_rn(1.0f, 1.0f + expf(-gate));
+MEGAMOE_FN float approximate_reciprocal(float value) {
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
+  return result;
+}
+
+// exp(-g) = inf makes the sigmoid 0, as it should.
+template <bool kFastMath>
+MEGAMOE_FN float swiglu(float gate, float up, float weight) {
+  const float sigmoid =
+      kFastMath ? approximate_reciprocal(1.0f + __expf(-gate)) : __frcp_rn(1.0f + expf(-gate));
   return __fmul_rn(__fmul_rn(__fmul_rn(gate, sigmoid), up), weight);
 }
 
@@ -62,7 +64,12 @@ class ActivationStore {
 
   // `turn` alternates from tile to tile.
   MEGAMOE_FN void run(float (&sums)[kPieces * kSumsPerPiece], uint32_t turn) const {
-    activate(sums);
+    if (shared_.launch.has_clamp) clamp(sums);
+    if (shared_.launch.fast_math) {
+      activate<true>(sums);
+    } else {
+      activate<false>(sums);
+    }
     if (context_.problem->l2_sf_granularity == kScaleBlock) {
       float amax[2] = {kAmaxFloor, kAmaxFloor};
 #pragma unroll
@@ -80,7 +87,23 @@ class ActivationStore {
  private:
   static constexpr float kAmaxFloor = 1e-10f;
 
+  // Comparisons, not fmin: a NaN stays a NaN.
+  MEGAMOE_FN void clamp(float (&sums)[kPieces * kSumsPerPiece]) const {
+    const float limit = shared_.launch.activation_clamp;
+#pragma unroll
+    for (uint32_t group = 0; group < kGroups; ++group)
+#pragma unroll
+      for (uint32_t i = 0; i < 4; ++i) {
+        float& gate = sums[8 * group + i];
+        float& up = sums[8 * group + 4 + i];
+        gate = gate > limit ? limit : gate;
+        up = up > limit ? limit : up;
+        up = up < -limit ? -limit : up;
+      }
+  }
+
   // Gate and up of an activation lie in the same thread; the activation takes the gate's place.
+  template <bool kFastMath>
   MEGAMOE_FN void activate(float (&sums)[kPieces * kSumsPerPiece]) const {
     const float* weights = shared_.targets[place_.warpgroup].weight;
     const float weight[2] = {weights[place_.first_row(kTall)], weights[place_.first_row(kTall) + 8]};
@@ -89,7 +112,7 @@ class ActivationStore {
 #pragma unroll
       for (uint32_t i = 0; i < 4; ++i) {
         float& gate = sums[8 * group + i];
-        gate = swiglu(gate, sums[8 * group + 4 + i], weight[i / 2], shared_.launch);
+        gate = swiglu<kFastMath>(gate, sums[8 * group + 4 + i], weight[i / 2]);
       }
   }
 

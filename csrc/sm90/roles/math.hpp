@@ -113,7 +113,7 @@ class MathRole {
     const ThreadPlace place = ThreadPlace::here();
     barrier_sync(kWarpgroupBarrier + place.warpgroup, 128);
     if (place.warp != 0 || place.lane != 0) return;
-    cuda::atomic_ref<uint32_t, cuda::thread_scope_block> halves(shared_.stored_halves[tile.turn & 1]);
+    cuda::atomic_ref<uint32_t, cuda::thread_scope_block> halves(shared_.stored_halves[tile.turn % 4]);
     if (halves.fetch_add(1, acquire_release) % kMathWarpgroups == kMathWarpgroups - 1) say();
   }
 
