@@ -11,6 +11,7 @@ import ctypes
 import itertools
 import runpy
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -45,6 +46,24 @@ class FakeHostStatus:
         pass
 
 
+class FakeStream:
+    """`torch.cuda.Stream`: a number, which launches carry."""
+
+    numbers = itertools.count(0x200)
+
+    def __init__(self, device: object = None) -> None:
+        self.cuda_stream = next(self.numbers)
+
+    def wait_stream(self, other: FakeStream) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        time.sleep(0.3)  # for a launch that ends at once
+
+    def query(self) -> bool:
+        return True
+
+
 class FakeGraph:
     """`torch.cuda.CUDAGraph`: what was launched while it captured, with the arguments of then."""
 
@@ -74,7 +93,7 @@ class FakeGpus:
     stream: int = DEFAULT_STREAM
     current: int = 0
     _handles: dict[tuple[object, ...], Any] = field(default_factory=dict)
-    _streams: dict[int, host.HostStream] = field(default_factory=dict)
+    _streams: dict[tuple[int, int], host.HostStream] = field(default_factory=dict)
     _kept: list[Any] = field(default_factory=list)
 
     def synchronize(self, device: object = None) -> None:
@@ -82,7 +101,7 @@ class FakeGpus:
         for stream in self._streams.values():
             stream.synchronize()
 
-    def run(self, entry: Any, group: Any, workers: int) -> None:
+    def run(self, entry: Any, group: Any, workers: int, stream_number: int) -> None:
         """One rank's launch on the emulator."""
         bases = (ctypes.c_void_p * group.problem.num_ranks).from_address(entry.bases)
         key = (bytes(group), bytes(bases), entry.host_status, entry.rank)  # memory is used again by later buffers
@@ -94,10 +113,10 @@ class FakeGpus:
             )
             self._handles[key] = SimpleNamespace(handle=handle)
             self._kept.append((problem, layout))
-        own = bases[entry.rank]
-        if own not in self._streams:
-            self._streams[own] = host.HostStream(min(2, workers))
-        stream = self._streams[own]
+        place = (bases[entry.rank], stream_number)
+        if place not in self._streams:
+            self._streams[place] = host.HostStream(min(2, workers))
+        stream = self._streams[place]
         arguments = type(entry.launch).from_buffer_copy(entry.launch)
         arguments.launch = next(_launch_numbers)
         stream.launch(self._handles[key], arguments, None)
@@ -118,7 +137,7 @@ class FakeKernel:
 
         def start() -> None:
             for entry in entries:
-                self.gpus.run(entry, group, num_ctas // len(entries))
+                self.gpus.run(entry, group, num_ctas // len(entries), stream)
 
         if self.gpus.capturing is None:
             start()
@@ -175,6 +194,18 @@ def replacements(gpus: FakeGpus) -> list[tuple[object, str, object]]:
     def set_device(device: int) -> None:
         gpus.current = device
 
+    @contextmanager
+    def on_stream(stream: FakeStream) -> Iterator[None]:
+        before, gpus.stream = gpus.stream, stream.cuda_stream
+        try:
+            yield
+        finally:
+            gpus.stream = before
+
+    @contextmanager
+    def on_device(device: object) -> Iterator[None]:
+        yield
+
     properties = SimpleNamespace(multi_processor_count=NUM_SMS)
     return [
         (torch.cuda, "is_available", lambda: True),
@@ -188,6 +219,11 @@ def replacements(gpus: FakeGpus) -> list[tuple[object, str, object]]:
             lambda device: SimpleNamespace(**vars(properties), uuid=f"GPU-{device}"),
         ),
         (torch.cuda, "CUDAGraph", FakeGraph),
+        (torch.cuda, "Stream", FakeStream),
+        (torch.cuda, "current_stream", lambda device=None: FakeStream()),
+        (torch.cuda, "stream", on_stream),
+        (torch.cuda, "device", on_device),
+        (Tensor, "cuda", lambda tensor: tensor),
         (torch.cuda, "graph", graph),
         (sm90, "enable_peer_access", lambda devices: None),
         (sm90, "HostStatus", FakeHostStatus),
