@@ -4,7 +4,7 @@
 # Ends within 415 s, and leaves at most eight files. The table comes last. Exit code 0: every step passed.
 set -u
 cd "$(dirname "$0")/../.." || exit 2
-export PYTHONPATH=. PYTHONUNBUFFERED=1 CUDA_MODULE_LOADING=EAGER MEGAMOE_CACHE_DIR="${MEGAMOE_CACHE_DIR:-/tmp/megamoe_cache}"
+export PYTHONPATH=. PYTHONUNBUFFERED=1 MEGAMOE_CACHE_DIR="${MEGAMOE_CACHE_DIR:-/tmp/megamoe_cache}"
 export TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NCCL_NVLS_ENABLE=0
 OUT="${OUT:-runs/device}"
 mkdir -p "$OUT"

@@ -376,7 +376,8 @@ def check_faults() -> None:
         time.sleep(0.2)
         megamoe.launch_mega_moe(late[0], *layer.weights[0], layer.ranks[0], stream=second)
         second.synchronize()
-        claim(bool(late[0].isnan().all()), "a second launch on a buffer in use ends at once with NaN")
+        with torch.cuda.stream(second):  # the current stream is behind the launch that waits
+            claim(bool(late[0].isnan().all()), "a second launch on a buffer in use ends at once with NaN")
         layer.launch(y, [1])
         fault = layer.fault_of()
         claim(fault is not None and "in use by epoch" in str(fault), f"buffer in use: {fault}")
