@@ -16,7 +16,7 @@ REGION_ALIGNMENT = 256
 BULK_COPY_BYTES = 16
 """Rows that a bulk copy moves start and end on this boundary."""
 
-ROUTES_PER_CHUNK = 1024
+ROUTES_PER_CHUNK = 512
 """Routes of one claim while a source sorts its routes by expert."""
 
 NUM_BANKS = 2

@@ -48,20 +48,38 @@ MEGAMOE_FN void store_row_metadata(const Context& context, const PulledRow& row)
   context.own<float>(layout.l1_topk_weights)[row.pool_row] = weights[row.token * context.problem->num_topk + row.slot];
 }
 
+constexpr uint32_t kPullWindow = 32;  // blocks that are pulled side by side: short ones would make claims for nothing else
+constexpr uint32_t kPullDrains = ~0u;
+
+struct PullRun {
+  uint32_t block;
+  uint32_t first_row;
+};
+
+// Run number `index`: windows of blocks one after the other, within a window the first runs of all its blocks first.
+MEGAMOE_FN PullRun pull_run(const Context& context, uint32_t index, uint32_t num_blocks) {
+  const uint32_t runs_per_block = ceil_div(context.problem->block_m, kRowsPerPull);
+  const uint32_t window = index / (kPullWindow * runs_per_block);
+  const uint32_t blocks = smaller(kPullWindow, num_blocks - window * kPullWindow);
+  const uint32_t rest = index - window * kPullWindow * runs_per_block;
+  return {window * kPullWindow + rest % blocks, rest / blocks * kRowsPerPull};
+}
+
 // Pull until no run is left. `copy_rows(block, first_row, rows)` copies the activations, scales, weights and metadata of
 // a run and returns when the stores of every thread of the team are complete. False when the launch drains.
 template <class Team, class CopyRows>
 MEGAMOE_FN bool pull_rows(const Context& context, Team& team, CopyRows copy_rows) {
   const Table table = wait_for_table(context, team);
   if (!table.ready) return false;
-  const uint32_t runs_per_block = ceil_div(context.problem->block_m, kRowsPerPull);
-  const uint32_t runs = table.num_blocks * runs_per_block;
+  const uint32_t runs = table.num_blocks * ceil_div(context.problem->block_m, kRowsPerPull);
   for (;;) {
-    const uint32_t run = team.once([&] { return take(context, Claim::pull); });
-    if (run >= runs) return true;
-    if (team.once([&] { return aborted(context); })) return false;  // one answer for the whole team
-    const uint32_t block = run / runs_per_block;
-    const uint32_t first_row = run % runs_per_block * kRowsPerPull;
+    const uint32_t index = team.once([&] {  // one answer for the whole team
+      const bool drains = aborted(context);
+      const uint32_t next = take(context, Claim::pull);
+      return drains ? kPullDrains : next;
+    });
+    if (index >= runs) return index != kPullDrains;
+    const auto [block, first_row] = pull_run(context, index, table.num_blocks);
     const PoolBlock pool_block = pool_blocks(context)[block];
     if (first_row >= pool_block.rows) continue;
     const uint32_t rows = smaller(kRowsPerPull, pool_block.rows - first_row);

@@ -90,39 +90,29 @@ MEGAMOE_FN void place_chunks(const Context& context, Team& team) {
   team.sync();
 }
 
-// Four experts, read from the team's scratch at once.
-struct alignas(16) FourExperts {
-  uint32_t expert[4];
-};
-
-// Routes before `index` of those in scratch that go to `expert`: the route's rank within its chunk.
-MEGAMOE_FN uint32_t earlier_routes(const uint32_t* scratch, uint32_t index, uint32_t expert) {
-  const auto* fours = reinterpret_cast<const FourExperts*>(scratch);
-  uint32_t earlier = 0;
-  for (uint32_t first = 0; first < index; first += 4) {
-    const FourExperts four = fours[first / 4];
-    for (uint32_t i = 0; i < 4; ++i) earlier += four.expert[i] == expert && first + i < index ? 1 : 0;
-  }
-  return earlier;
-}
-
-// A route's place is its chunk's place plus its rank within the chunk: stable in route order whatever the team's size.
+// The routes of a chunk take the places of their experts in route order: stable whatever the team's size.
 template <class Team>
 MEGAMOE_FN void list_chunk(const Context& context, Team& team, uint32_t chunk) {
+  static_assert(kNoExpert == kNoPlace);
   auto* list = context.own<RouteListEntry>(context.layout->route_list);
-  constexpr bool by_arrival = mutated(Mutation::pool_order_by_arrival);
-  uint32_t* places = chunk_counts(context, by_arrival ? 0 : chunk);
   const RouteChunk range = route_chunk(context, chunk);
   const uint32_t routes = range.last - range.first;
-  uint32_t* experts = team.scratch();
-  for (uint32_t i = team.rank(); i < routes; i += team.size()) experts[i] = expert_of_route(context, range.first + i);
+  uint32_t* places = team.scratch();
+  for (uint32_t i = team.rank(); i < routes; i += team.size()) places[i] = expert_of_route(context, range.first + i);
   team.sync();
+  perturb(Point::store);
+  if constexpr (mutated(Mutation::pool_order_by_arrival)) {
+    for (uint32_t i = team.rank(); i < routes; i += team.size())
+      if (places[i] != kNoExpert)
+        places[i] = DeviceRef<uint32_t>(chunk_counts(context, 0)[places[i]]).fetch_add(1, relaxed);
+    team.sync();
+  } else {
+    team.take_places(places, routes, chunk_counts(context, chunk), context.problem->num_experts);
+  }
   for (uint32_t i = team.rank(); i < routes; i += team.size()) {
-    const uint32_t expert = experts[i], route = range.first + i;
-    if (expert == kNoExpert) continue;
-    const uint32_t place = by_arrival ? DeviceRef<uint32_t>(places[expert]).fetch_add(1, relaxed)
-                                      : places[expert] + earlier_routes(experts, i, expert);
-    list[place] = {route / context.problem->num_topk, route % context.problem->num_topk};
+    const uint32_t route = range.first + i;
+    if (places[i] != kNoExpert)
+      list[places[i]] = {route / context.problem->num_topk, route % context.problem->num_topk};
   }
   team.sync();
 }

@@ -5,11 +5,13 @@
 #include <cuda/std/type_traits>
 
 #include "ptx/barrier.hpp"
+#include "team.hpp"
 
 namespace megamoe::sm90 {
 
 constexpr uint32_t kWarpThreads = 32;
 constexpr uint32_t kFullWarp = ~0u;
+constexpr uint32_t kSharedPlaces = 512;  // experts whose places are taken in shared memory; more are taken where they lie
 
 // `kScratchWords`: kRoutesPerChunk for a team that lists routes.
 template <uint32_t kWarps, uint32_t kScratchWords = 0>
@@ -20,7 +22,8 @@ class WarpTeam {
   // Two slots in turn: between two uses of one there is the barrier of the other, so a slot needs no barrier of its own
   // before it is written again.
   struct Shared {
-    alignas(16) uint32_t scratch[kScratchWords == 0 ? 4 : kScratchWords];
+    uint32_t scratch[kScratchWords == 0 ? 1 : kScratchWords];
+    uint32_t places[kScratchWords == 0 ? 1 : kSharedPlaces];
     uint32_t slots[2][kSlotWords];
   };
 
@@ -77,6 +80,29 @@ class WarpTeam {
     } else {
       return barrier_all(barrier_, kThreads, flag);
     }
+  }
+
+  // One warp goes through the ids, 32 at a time: equal ones find each other, the first of them moves the place on.
+  MEGAMOE_FN void take_places(uint32_t* ids, uint32_t count, uint32_t* places, uint32_t num_places) {
+    const uint32_t lane = rank_ % kWarpThreads;
+    uint32_t* next = places;
+    if (num_places <= kSharedPlaces) {
+      next = shared_->places;
+      for (uint32_t i = rank_; i < num_places; i += kThreads) next[i] = places[i];
+      sync();
+    }
+    for (uint32_t first = 0; rank_ < kWarpThreads && first < count; first += kWarpThreads) {
+      const uint32_t id = first + lane < count ? ids[first + lane] : kNoPlace;
+      const uint32_t equal = __match_any_sync(kFullWarp, id);
+      const uint32_t place = id == kNoPlace ? 0 : next[id];
+      __syncwarp();
+      if (id != kNoPlace) {
+        if (lane == uint32_t(__ffs(equal)) - 1) next[id] = place + __popc(equal);
+        ids[first + lane] = place + __popc(equal & ((1u << lane) - 1));
+      }
+      __syncwarp();
+    }
+    sync();
   }
 
   // A thread reads and writes its own elements only (those congruent to its rank), before and after.
