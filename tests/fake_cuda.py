@@ -94,7 +94,7 @@ class FakeGpus:
     current: int = 0
     _handles: dict[tuple[object, ...], Any] = field(default_factory=dict)
     _streams: dict[tuple[int, int], host.HostStream] = field(default_factory=dict)
-    _kept: list[Any] = field(default_factory=list)
+    kept: list[Any] = field(default_factory=list)
 
     def synchronize(self, device: object = None) -> None:
         assert self.capturing is None, "a wait while a graph is captured"
@@ -112,7 +112,7 @@ class FakeGpus:
                 ctypes.byref(problem), ctypes.byref(layout), entry.rank, bases, ctypes.c_void_p(entry.host_status)
             )
             self._handles[key] = SimpleNamespace(handle=handle)
-            self._kept.append((problem, layout))
+            self.kept.append((problem, layout))
         place = (bases[entry.rank], stream_number)
         if place not in self._streams:
             self._streams[place] = host.HostStream(min(2, workers))
@@ -157,10 +157,6 @@ def encode(matrix: sm90_ranks._Matrix) -> bytes:
     return matrix.address.to_bytes(8, "little") * 16
 
 
-def _cpu_memory(num_bytes: int, gpu: int) -> Tensor:
-    return torch.zeros(num_bytes, dtype=torch.uint8)
-
-
 def _shared_memory(group: groups.DistributedGroup, num_bytes: int, gpu: int) -> tuple[list[Tensor], object]:
     memories = host._allocate(group, num_bytes)
     return [shared.memory for shared in memories], memories
@@ -169,6 +165,15 @@ def _shared_memory(group: groups.DistributedGroup, num_bytes: int, gpu: int) -> 
 def replacements(gpus: FakeGpus) -> list[tuple[object, str, object]]:
     """(module or class, name, stand-in) of all that needs a GPU."""
     memory: dict[int, Any] = {}
+
+    # Kept until the end: a launch may still run when a test drops its buffer, which on a GPU the stream's order covers.
+    def plain_memory(num_bytes: int, gpu: int) -> Tensor:
+        gpus.kept.append(torch.zeros(num_bytes, dtype=torch.uint8))
+        return gpus.kept[-1]
+
+    def host_status(device: int) -> FakeHostStatus:
+        gpus.kept.append(FakeHostStatus(device))
+        return gpus.kept[-1]
 
     def allocate(device: int, num_bytes: int) -> int:
         block = (ctypes.c_char * num_bytes)()
@@ -226,14 +231,14 @@ def replacements(gpus: FakeGpus) -> list[tuple[object, str, object]]:
         (Tensor, "cuda", lambda tensor: tensor),
         (torch.cuda, "graph", graph),
         (sm90, "enable_peer_access", lambda devices: None),
-        (sm90, "HostStatus", FakeHostStatus),
+        (sm90, "HostStatus", host_status),
         (sm90, "allocate", allocate),
         (sm90, "free", lambda device, address: memory.pop(address)),
         (sm90, "copy_to_device", copy_to_device),
         (sm90, "fused_kernel", fused_kernel),
         (sm90, "fill_kernel", lambda device, dtype: None),  # the device of a buffer is the CPU here
         (sm90_ranks, "_encode", encode),
-        (sm90_ranks, "_plain_memory", _cpu_memory),
+        (sm90_ranks, "_plain_memory", plain_memory),
         (sm90_ranks, "_symmetric_memory", _shared_memory),
         (sm90_ranks, "_current_stream", lambda device: gpus.stream),
         (sm90_ranks, "_is_capturing", lambda stream: gpus.capturing is not None),
