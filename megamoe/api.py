@@ -17,7 +17,7 @@ from megamoe.config import ACCUM_DEBUG_EDGE, SCALE_BLOCK, MegaMoEConfig, Stage
 from megamoe.groups import VirtualGroup, as_group
 from megamoe.layout import buffer_layout
 from megamoe.quant import describe
-from megamoe.schedule import Schedule, override_schedule, pick_schedule
+from megamoe.schedule import DEFAULT_SCHEDULE, Schedule, override_schedule
 from megamoe.targets.host import ROLE_NAMES
 from megamoe.weights import L1Weights, L2Weights, check_transformed_weights
 
@@ -46,12 +46,12 @@ def make_config(
     pool_rows: int | None = None,
     schedule: Schedule | None = None,
 ) -> MegaMoEConfig:
-    """The config of a layer, with the schedule that fits it (or the given one), after MEGAMOE_CONFIG.
+    """The config of a layer, with the default schedule or the given one, after MEGAMOE_CONFIG.
 
     Raises:
         ValueError: see MegaMoEConfig.
     """
-    tiles = override_schedule(schedule or pick_schedule(hidden, l2_sf_granularity))
+    tiles = override_schedule(schedule or DEFAULT_SCHEDULE)
     return MegaMoEConfig(
         num_ranks=num_ranks,
         num_experts=num_experts,
@@ -96,7 +96,7 @@ def get_symm_buffer_for_mega_moe(
         timeout_s: seconds a wait on the device may take; None: MEGAMOE_TIMEOUT_S, else 300.
         max_ctas: CTAs (host target: worker threads) a launch may use; None: the group's own number.
         check_every: poll for faults, without waiting, at every so many launches.
-        schedule: tile shapes; None: picked from the shape.
+        schedule: tile shapes; None: the default ones.
 
     Returns:
         SymmBuffer of this rank, or VirtualSymmBuffer for a VirtualGroup.
@@ -151,9 +151,9 @@ def get_symm_buffer_size_for_sm90_mega_moe(
     return buffer_layout(config).num_bytes
 
 
-def get_token_alignment_for_sm90_mega_moe(hidden: int = 7168, *, l2_sf_granularity: int = 128) -> int:
+def get_token_alignment_for_sm90_mega_moe() -> int:
     """Rows to which every expert's routes are padded in the pool (block_m of the schedule)."""
-    return override_schedule(pick_schedule(hidden, l2_sf_granularity)).block_m
+    return override_schedule(DEFAULT_SCHEDULE).block_m
 
 
 def fp8_mega_moe(

@@ -1,4 +1,4 @@
-"""Which tiles a layer uses: a pure function of its shape that prints itself, and the user's override."""
+"""Which tiles a layer uses, and the user's override."""
 
 from __future__ import annotations
 
@@ -26,13 +26,9 @@ class Schedule:
         return ",".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))
 
 
-def pick_schedule(hidden: int, l2_sf_granularity: int) -> Schedule:
-    """The schedule for a shape: 128-row blocks and 128x256 tiles, narrower where the model is narrow."""
-    return Schedule(
-        block_m=128,
-        l1_block_n=max(2 * SCALE_BLOCK, 2 * l2_sf_granularity),
-        l2_block_n=2 * SCALE_BLOCK,
-    )
+DEFAULT_SCHEDULE = Schedule(block_m=128, l1_block_n=2 * SCALE_BLOCK, l2_block_n=2 * SCALE_BLOCK)
+"""128-row blocks and 128x256 tiles, for every shape. Target sm90 has no other, and chooses the height of a tile on the
+device, from the rows of its block."""
 
 
 def override_schedule(schedule: Schedule, text: str | None = None) -> Schedule:
