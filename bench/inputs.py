@@ -10,7 +10,8 @@ from torch import Tensor
 from bench.routes import draw_route_weights, draw_routes
 from bench.shapes import Shape
 from bench.world import World
-from megamoe.quant import E4M3, WEIGHT_BLOCK, quantize_activations, quantize_weights
+from megamoe.config import SCALE_BLOCK
+from megamoe.quant import E4M3, quantize_activations, quantize_weights
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def random_weights(shape: Shape, num_experts: int, device: torch.device, seed: i
 
     def matrices(rows: int, columns: int) -> tuple[Tensor, Tensor]:
         q = torch.empty(num_experts, rows, columns, dtype=E4M3, device=device)
-        sf = torch.empty(num_experts, rows // WEIGHT_BLOCK, columns // WEIGHT_BLOCK, device=device)
+        sf = torch.empty(num_experts, rows // SCALE_BLOCK, columns // SCALE_BLOCK, device=device)
         for expert in range(num_experts):
             one = torch.randn(rows, columns, device=device, generator=generator).mul_(columns**-0.5)
             values, scales = quantize_weights(one)

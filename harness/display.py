@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from harness.plan import Plan, Step
+from harness.rank import log_file
 from harness.results import FAILING, STATUSES, BuildResult, StepResult
 
 STYLES = {
@@ -174,7 +175,7 @@ def _show_failure(display: Display, result: StepResult, with_tail: bool) -> None
     display.say(f"{status} {step_words(result.step)}: {reason} | logs: {result.folder} | see it again: {result.again}")
     if with_tail and result.log_tails:
         broken = result.outcome.broken_ranks if result.outcome is not None else ()
-        names = [f"rank{rank}.log" for rank in broken] + list(result.log_tails)
+        names = [log_file(Path(), rank).name for rank in broken] + list(result.log_tails)
         name = next(name for name in names if name in result.log_tails)
         lines = result.log_tails[name].splitlines()[-PLAIN_TAIL_LINES:]
         display.say("\n".join(f"    {name}: {line}" for line in lines))

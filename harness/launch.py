@@ -20,7 +20,8 @@ from harness.outcome import Outcome, read_outcome
 from harness.plan import Step
 from harness.processes import ProcessKey
 from harness.record import RECORD_FILE
-from harness.supervisor import GUARDIAN_SLACK_S, Job, StopRequest, clean_up, temporary_folder
+from harness.spec import DEVICE_WAIT_S
+from harness.supervisor import GUARDIAN_SLACK_S, SUPERVISOR_LOG, Job, StopRequest, clean_up, temporary_folder
 
 HARNESS_PARENT = Path(__file__).resolve().parent.parent
 POLL_S = 0.1
@@ -77,11 +78,11 @@ def step_command(step: Step, folder: Path) -> tuple[str, ...]:
 
 
 def step_environment(step: Step, project_root: Path) -> dict[str, str]:
-    """This process's environment with what a step is promised: the checkout's packages first, a device wait of 5 s,
-    and no multicast (architecture.md)."""
+    """This process's environment with what a step is promised: the checkout's packages first, the limit of a device
+    wait, and no multicast (DESIGN.md)."""
     environment = base_environment(project_root)
     environment |= {
-        "MEGAMOE_TIMEOUT_S": "5",
+        "MEGAMOE_TIMEOUT_S": f"{DEVICE_WAIT_S:g}",
         "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
         "NCCL_NVLS_ENABLE": "0",
     }
@@ -105,7 +106,7 @@ def _start_guardian(job: Job, environment: Mapping[str, str], folder: Path) -> s
         *("--num-ranks", str(job.num_ranks), "--parent", str(os.getpid()), "--"),
         *job.command,
     )
-    with (job.folder / "supervisor.log").open("ab") as log:
+    with (job.folder / SUPERVISOR_LOG).open("ab") as log:
         return subprocess.Popen(
             command,
             cwd=folder,

@@ -17,6 +17,7 @@ from xml.etree import ElementTree
 from harness.outcome import Outcome
 from harness.plan import Step
 from harness.record import ViewTotal
+from harness.supervisor import LAUNCHER_LOG
 
 STATUSES = ("passed", "failed", "timed out", "blocked", "skipped", "flaky")
 FAILING = ("failed", "timed out", "flaky")
@@ -79,7 +80,7 @@ class BuildResult:
 
 def log_tails(folder: Path) -> dict[str, str]:
     """The last 30 lines of the launcher's and of every rank's log; empty logs are left out."""
-    paths = [folder / "launcher.log", *sorted(folder.glob("rank*.log"), key=lambda path: int(path.stem[4:]))]
+    paths = [folder / LAUNCHER_LOG, *sorted(folder.glob("rank*.log"), key=lambda path: int(path.stem[4:]))]
     tails = {path.name: _last_lines(path) for path in paths if path.exists()}
     return {name: tail for name, tail in tails.items() if tail}
 

@@ -29,7 +29,7 @@ from harness.results import (
     write_run_file,
 )
 from harness.spec import PhaseSpec, load_specs
-from harness.supervisor import StopRequest
+from harness.supervisor import LAUNCHER_LOG, StopRequest
 
 DEFAULT_PHASES_ROOT = Path(__file__).resolve().parent.parent / "phases"
 BUILD_SECONDS = 900.0
@@ -77,8 +77,8 @@ def build(target: str, folder: Path, project_root: Path, stop: StopRequest, seco
         return BuildResult(target, "passed", outcome.seconds)
     reason = outcome.message or f"exit code {outcome.exit_code}"
     status = "timed out" if outcome.end == "timed out" else "failed"
-    tail = log_tails(log_folder).get("launcher.log", "")
-    return BuildResult(target, status, outcome.seconds, (f"{reason} (log: {log_folder}/launcher.log)",), tail)
+    tail = log_tails(log_folder).get(LAUNCHER_LOG, "")
+    return BuildResult(target, status, outcome.seconds, (f"{reason} (log: {log_folder / LAUNCHER_LOG})",), tail)
 
 
 class Run:

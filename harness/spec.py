@@ -21,6 +21,8 @@ TARGETS = ("host", "sm90")
 GROUPS = ("single", "process", "virtual", "spread")
 """One rank; one process a rank; ranks of one process on the CPU or on one GPU; the same over all GPUs there are."""
 MAX_SECONDS = 60.0
+DEVICE_WAIT_S = 5.0
+"""How long a wait on the device may take in a step: less than the process group's limit, and that than the step's."""
 _FIELDS = ("name", "stage", "holds", "requires", "script", "targets", "cases", "seconds", "views")
 
 

@@ -34,6 +34,7 @@ STACKS_SHARE = 0.75  # stacks are asked for at 45 s of 60
 # and little enough for the guardian to have swept 10 s after the limit.
 GUARDIAN_SLACK_S = 7.0
 LAUNCHER_LOG = "launcher.log"
+SUPERVISOR_LOG = "supervisor.log"
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class Log:
 
     def __init__(self, folder: Path) -> None:
         self._start = time.monotonic()
-        self._file = (folder / "supervisor.log").open("a", buffering=1)
+        self._file = (folder / SUPERVISOR_LOG).open("a", buffering=1)
 
     def __call__(self, text: str) -> None:
         self._file.write(f"{time.monotonic() - self._start:7.2f} s  {text}\n")

@@ -18,12 +18,12 @@ from torch import Tensor
 from megamoe.config import MegaMoEConfig
 from megamoe.faults import Fault, MegaMoEFault, read_fault_records
 from megamoe.groups import DistributedGroup, LocalGroup, VirtualGroup, as_group
-from megamoe.layout import LAUNCH_STRUCT, MAX_FAULT_RECORDS, BufferLayout, Region, buffer_layout
+from megamoe.layout import LAUNCH_STRUCT, MAX_FAULT_RECORDS, NUM_BANKS, BufferLayout, Region, buffer_layout
 from megamoe.quant import describe, quantize_activations
 from megamoe.targets import get_target
 from megamoe.weights import L1Weights, L2Weights
 
-_DTYPES = {
+DTYPES = {
     "e4m3": torch.float8_e4m3fn,
     "bf16": torch.bfloat16,
     "f32": torch.float32,
@@ -31,6 +31,7 @@ _DTYPES = {
     "i64": torch.int64,
     "u64": torch.uint64,
 }
+"""Of the dtype names of the layout."""
 DEBUG_VIEWS = (
     "x",
     "x_sf",
@@ -48,9 +49,9 @@ DEBUG_VIEWS = (
     "l2_arrival_mask",
     "combine",
 )
-"""Views by the names of harness.md, in pipeline order; ``y`` is the caller's own tensor."""
+"""Views that a user may read, in pipeline order; ``y`` is the caller's own tensor."""
 
-_RESET_REGIONS = (
+RESET_REGIONS = (
     "claims",
     "l1_arrival_count",
     "l2_arrival_mask",
@@ -130,8 +131,8 @@ class SymmBuffer:
         rank: this rank in the group.
         timeout_s: seconds a wait on the device may take before it becomes a fault.
 
-    Each name in ``DEBUG_VIEWS`` is an attribute too, a view of the live memory (see harness.md for shapes). Fill
-    ``x``, ``x_sf``, ``topk_idx`` and ``topk_weights`` (or call ``fill``) only while no launch is under way.
+    Each name in ``DEBUG_VIEWS`` is an attribute too, a view of the live memory (``megamoe layout`` prints the shapes).
+    Fill ``x``, ``x_sf``, ``topk_idx`` and ``topk_weights`` (or call ``fill``) only while no launch is under way.
     """
 
     def __init__(
@@ -184,7 +185,7 @@ class SymmBuffer:
         region = self.layout[name]
         memory = self._rank.memory if rank is None else self._rank.peer_memory(rank)
         whole = _region_view(memory, region)
-        return whole[self.epoch % 2] if region.banked else whole
+        return whole[self.epoch % NUM_BANKS] if region.banked else whole
 
     @property
     def epoch(self) -> int:
@@ -379,13 +380,13 @@ class VirtualSymmBuffer:
 
 
 def _region_view(memory: Tensor, region: Region) -> Tensor:
-    raw = memory[region.offset : region.offset + region.num_bytes].view(_DTYPES[region.dtype])
+    raw = memory[region.offset : region.offset + region.num_bytes].view(DTYPES[region.dtype])
     return raw.as_strided(region.shape, region.strides)
 
 
 def _clear(buffer: SymmBuffer, highest_epoch: int) -> None:
     """Bring a rank's own counters to where a new launch may start."""
-    for name in _RESET_REGIONS:
+    for name in RESET_REGIONS:
         region = buffer.layout[name]
         buffer._rank.memory[region.offset : region.offset + region.num_bytes].zero_()
     buffer.view("epoch").view(torch.int64)[0] = highest_epoch + 1

@@ -32,7 +32,6 @@ class WaitFor(enum.IntEnum):
     ROWS = 4
     L1_TILES = 5
     EXPERT_DONE = 6
-    DECISION = 7
 
 
 @dataclass(frozen=True)

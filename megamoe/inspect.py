@@ -75,9 +75,7 @@ def describe_counters(buffer: SymmBuffer) -> str:
         if seen.table_stamp == seen.epoch
         else f"block table: not built for epoch {seen.epoch} (last for epoch {seen.table_stamp})"
     )
-    lines.append(
-        "claims: " + ", ".join(f"{count} {_CLAIM_WORDS.get(name, name)}" for name, count in _named_claims(seen))
-    )
+    lines.append("claims: " + ", ".join(f"{count} {_CLAIM_WORDS[name]}" for name, count in _named_claims(seen)))
     if seen.table_stamp == seen.epoch:
         lines += _describe_blocks(buffer, seen)
         lines += _describe_experts(buffer, seen)
@@ -144,24 +142,19 @@ def _describe_routes(seen: _Counters) -> str:
 def _describe_blocks(buffer: SymmBuffer, seen: _Counters) -> list[str]:
     tiles = buffer.config.num_l1_tiles
     first_expert = buffer.rank * buffer.config.experts_per_rank
-    entries = []
-    for block, ((expert, rows), arrived, words) in enumerate(zip(seen.blocks, seen.arrived, seen.masks, strict=True)):
-        stored = sum((word & 0xFFFFFFFFFFFFFFFF).bit_count() for word in words)
-        mask = " ".join(f"{word & 0xFFFFFFFFFFFFFFFF:#x}" for word in words)
-        entries.append(
-            f"block {block} (expert {first_expert + expert}): {arrived} of {rows} rows arrived, "
-            f"{stored} of {tiles} L1 tiles stored (mask {mask})"
-        )
-    waiting = [
-        block
-        for block, ((_, rows), arrived, words) in enumerate(zip(seen.blocks, seen.arrived, seen.masks, strict=True))
-        if arrived != rows or sum((word & 0xFFFFFFFFFFFFFFFF).bit_count() for word in words) != tiles
-    ]
-    complete = len(seen.blocks) - len(waiting)
-    lines = [f"pool blocks: {complete} of {len(seen.blocks)} have all rows and all L1 tiles"]
-    lines += [entries[block] for block in waiting[:MAX_LISTED]]
-    if len(waiting) > MAX_LISTED:
-        lines.append(f"and {len(waiting) - MAX_LISTED} more blocks that lack something")
+    lacking = []
+    for block, ((expert, rows), arrived, mask) in enumerate(zip(seen.blocks, seen.arrived, seen.masks, strict=True)):
+        words = [word & 0xFFFFFFFFFFFFFFFF for word in mask]
+        stored = sum(word.bit_count() for word in words)
+        if arrived != rows or stored != tiles:
+            lacking.append(
+                f"block {block} (expert {first_expert + expert}): {arrived} of {rows} rows arrived, {stored} of "
+                f"{tiles} L1 tiles stored (mask {' '.join(f'{word:#x}' for word in words)})"
+            )
+    complete = len(seen.blocks) - len(lacking)
+    lines = [f"pool blocks: {complete} of {len(seen.blocks)} have all rows and all L1 tiles", *lacking[:MAX_LISTED]]
+    if len(lacking) > MAX_LISTED:
+        lines.append(f"and {len(lacking) - MAX_LISTED} more blocks that lack something")
     return lines
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megamoe.buffer import RESET_REGIONS
 from megamoe.config import MegaMoEConfig, Stage
 from megamoe.faults import Fault, read_fault_records
 from megamoe.layout import Region, buffer_layout
@@ -31,17 +32,6 @@ _DTYPES = {
     "u64": torch.int64,
 }
 _POISONED = ("l1_acts", "l1_acts_sf", "l1_topk_weights", "token_src_metadata", "l2_acts", "l2_acts_sf", "combine")
-_CLEARED_BY_RESET = (
-    "claims",
-    "l1_arrival_count",
-    "l2_arrival_mask",
-    "expert_progress",
-    "in_use",
-    "launch_decisions",
-    "fault_count",
-    "fault_records",
-    "abort",
-)
 _ROLES = ("dispatch", "table", "pull", "tiles", "combine")
 _POISON_BYTE = 0x5A
 _DEADLINE_S = 20.0
@@ -200,12 +190,12 @@ class ProofRanks:
         return "; ".join(fault.describe(self.config) for fault in self.faults(rank)) or "no fault recorded"
 
     def reset(self) -> None:
-        """As protocol.md says it: nothing runs, counters and banks clear, the same new epoch everywhere, abort last."""
+        """As DESIGN.md says it: nothing runs, counters and banks clear, the same new epoch everywhere, abort last."""
         self.wait()
         self.wait(side_stream=True)
         highest = max(int(self.fetch(rank, "epoch")[0]) for rank in range(self.config.num_ranks))
         for rank in range(self.config.num_ranks):
-            for name in _CLEARED_BY_RESET:
+            for name in (*RESET_REGIONS, "abort"):
                 self._bytes(rank, self.layout[name]).zero_()
             self.view(rank, "epoch").fill_(highest + 1)
             self.status[rank].clear()

@@ -1,4 +1,4 @@
-"""FP8 (e4m3) quantisation of activations and weights, by the rules of numerics.md.
+"""FP8 (e4m3) quantisation of activations and weights.
 
 Every operation is one IEEE fp32 operation, rounded to nearest even, so that CPU and GPU agree bit for bit::
 
@@ -18,6 +18,8 @@ import math
 import torch
 from torch import Tensor
 
+from megamoe.config import SCALE_BLOCK
+
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 """Largest finite e4m3 value."""
@@ -27,8 +29,6 @@ FP32_INV_E4M3_MAX = float.fromhex("0x1.24924ap-9")
 """1/448 rounded to fp32."""
 AMAX_FLOOR = 1e-10
 """Lower limit of a group's amax (rounded to fp32): keeps 1/sf finite for groups of zeros."""
-WEIGHT_BLOCK = 128
-"""Rows and columns that share one weight scale."""
 ACTIVATION_GRANULARITIES = (64, 128)
 
 
@@ -118,17 +118,15 @@ def quantize_weights(w: Tensor) -> tuple[Tensor, Tensor]:
     if not isinstance(w, Tensor) or w.dtype not in (torch.bfloat16, torch.float32) or w.dim() < 2:
         raise ValueError(f"w: got {describe(w)}, expected bf16 or fp32 [..., N, K]")
     num_rows, num_columns = w.shape[-2:]
-    if min(num_rows, num_columns) == 0 or num_rows % WEIGHT_BLOCK or num_columns % WEIGHT_BLOCK:
-        raise ValueError(
-            f"w: got {describe(w)}, expected [..., N, K] with N and K positive multiples of {WEIGHT_BLOCK}"
-        )
+    if min(num_rows, num_columns) == 0 or num_rows % SCALE_BLOCK or num_columns % SCALE_BLOCK:
+        raise ValueError(f"w: got {describe(w)}, expected [..., N, K] with N and K positive multiples of {SCALE_BLOCK}")
     leading = w.shape[:-2]
     num_matrices = math.prod(leading)
-    row_blocks, column_blocks = num_rows // WEIGHT_BLOCK, num_columns // WEIGHT_BLOCK
+    row_blocks, column_blocks = num_rows // SCALE_BLOCK, num_columns // SCALE_BLOCK
     q = torch.empty((num_matrices, num_rows, num_columns), dtype=E4M3, device=w.device)
     sf = torch.empty((num_matrices, row_blocks, column_blocks), dtype=torch.float32, device=w.device)
     for index, matrix in enumerate(w.reshape(num_matrices, num_rows, num_columns).unbind(0)):
-        blocks = matrix.to(torch.float32).reshape(row_blocks, WEIGHT_BLOCK, column_blocks, WEIGHT_BLOCK)
+        blocks = matrix.to(torch.float32).reshape(row_blocks, SCALE_BLOCK, column_blocks, SCALE_BLOCK)
         amax = blocks.abs().amax(dim=(1, 3))  # NaN wins here, inf is the maximum: one look at amax finds both
         if not bool(amax.isfinite().all()):
             num_bad = int((~blocks.isfinite()).sum())
@@ -186,16 +184,16 @@ def dequantize_weights(q: Tensor, sf: Tensor, dtype: torch.dtype = torch.float64
         not isinstance(q, Tensor)
         or q.dtype != E4M3
         or q.dim() < 2
-        or q.shape[-2] % WEIGHT_BLOCK
-        or q.shape[-1] % WEIGHT_BLOCK
+        or q.shape[-2] % SCALE_BLOCK
+        or q.shape[-1] % SCALE_BLOCK
     ):
-        raise ValueError(f"q: got {describe(q)}, expected e4m3 [..., N, K] with N and K multiples of {WEIGHT_BLOCK}")
+        raise ValueError(f"q: got {describe(q)}, expected e4m3 [..., N, K] with N and K multiples of {SCALE_BLOCK}")
     _check_dequantize_dtype(dtype)
-    row_blocks, column_blocks = q.shape[-2] // WEIGHT_BLOCK, q.shape[-1] // WEIGHT_BLOCK
+    row_blocks, column_blocks = q.shape[-2] // SCALE_BLOCK, q.shape[-1] // SCALE_BLOCK
     expected = (*q.shape[:-2], row_blocks, column_blocks)
     if not isinstance(sf, Tensor) or sf.dtype != torch.float32 or tuple(sf.shape) != expected:
         raise ValueError(f"sf: got {describe(sf)}, expected fp32 {list(expected)} beside q {list(q.shape)}")
-    blocks = q.to(dtype).reshape(*q.shape[:-2], row_blocks, WEIGHT_BLOCK, column_blocks, WEIGHT_BLOCK)
+    blocks = q.to(dtype).reshape(*q.shape[:-2], row_blocks, SCALE_BLOCK, column_blocks, SCALE_BLOCK)
     return blocks.mul_(sf.to(dtype)[..., :, None, :, None]).reshape(q.shape)
 
 

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megamoe.config import INTERLEAVE, MegaMoEConfig
-from megamoe.quant import E4M3, WEIGHT_BLOCK, describe
+from megamoe.config import INTERLEAVE, SCALE_BLOCK, MegaMoEConfig
+from megamoe.quant import E4M3, describe
 
 ALIGNMENT_BYTES = 16
 """Of every transformed tensor: what bulk copies and tensor maps need."""
@@ -143,10 +143,10 @@ def _check_pairs(
     l2_weight, l2_sf = _unpack("l2_weights", l2_weights)
     _check_tensor("l1_weights weight", l1_weight, E4M3, "e4m3 [E_local, 2I, H]")
     num_experts, num_l1_rows, hidden = l1_weight.shape
-    if min(l1_weight.shape) == 0 or num_l1_rows % (2 * WEIGHT_BLOCK) or hidden % WEIGHT_BLOCK:
+    if min(l1_weight.shape) == 0 or num_l1_rows % (2 * SCALE_BLOCK) or hidden % SCALE_BLOCK:
         raise ValueError(
             f"l1_weights weight: got {describe(l1_weight)}, "
-            f"expected e4m3 [E_local, 2I, H] with I and H positive multiples of {WEIGHT_BLOCK}"
+            f"expected e4m3 [E_local, 2I, H] with I and H positive multiples of {SCALE_BLOCK}"
         )
     intermediate = num_l1_rows // 2
     expected_shapes = (
@@ -155,7 +155,7 @@ def _check_pairs(
             l1_sf,
             torch.float32,
             "fp32",
-            (num_experts, num_l1_rows // WEIGHT_BLOCK, hidden // WEIGHT_BLOCK),
+            (num_experts, num_l1_rows // SCALE_BLOCK, hidden // SCALE_BLOCK),
         ),
         ("l2_weights weight", l2_weight, E4M3, "e4m3", (num_experts, hidden, intermediate)),
         (
@@ -163,7 +163,7 @@ def _check_pairs(
             l2_sf,
             torch.float32,
             "fp32",
-            (num_experts, hidden // WEIGHT_BLOCK, intermediate // WEIGHT_BLOCK),
+            (num_experts, hidden // SCALE_BLOCK, intermediate // SCALE_BLOCK),
         ),
     )
     for name, tensor, dtype, dtype_name, shape in expected_shapes:

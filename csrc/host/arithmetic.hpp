@@ -1,5 +1,5 @@
-// Arithmetic of the host target: an emulator's own plain code, by the rules of numerics.md. It shares nothing with the
-// oracle. Every sum has a fixed order, so results do not depend on tile shapes, threads or vector width.
+// Arithmetic of the host target: an emulator's own plain code, by the rules of megamoe/quant.py. It shares nothing with
+// the oracle. Every sum has a fixed order, so results do not depend on tile shapes, threads or vector width.
 #pragma once
 #include <bit>
 #include <cmath>
@@ -85,7 +85,7 @@ inline void decode_e4m3(const uint8_t* from, uint32_t count, float* to) {
 inline float quantize_group(const float* values, uint32_t count, uint8_t* out) {
   float amax = 1e-10f;
   for (uint32_t i = 0; i < count; ++i) amax = std::fmax(amax, std::fabs(values[i]));
-  const float sf = amax * (1.0f / 448.0f);
+  const float sf = amax * (1.0f / kE4m3Max);
   const float inverse = 1.0f / sf;
   for (uint32_t i = 0; i < count; ++i) out[i] = to_e4m3(values[i] * inverse);
   return sf;

@@ -30,15 +30,18 @@ struct GemmTile {
   const float* row_scales;
   uint64_t row_scale_stride;  // between groups; consecutive rows are adjacent
   const uint8_t* columns;     // e4m3, `depth` apart
+
+  // Elements from one row of accumulators to the next: columns are multiplied four at a time.
+  uint32_t accumulator_stride() const { return (num_columns + 3) / 4 * 4; }
 };
 
 // `column_scale(column, k)` is the weight scale of a column of the tile at depth k.
 template <class ColumnScale>
 void run_gemm(const GemmTile& tile, Scratch& scratch, ColumnScale column_scale) {
-  const uint32_t padded_columns = (tile.num_columns + 3) / 4 * 4;
+  const uint32_t stride = tile.accumulator_stride();
   scratch.rows.resize(size_t(tile.num_rows) * tile.group);
-  scratch.columns.assign(size_t(padded_columns) * tile.group, 0.0f);
-  scratch.accumulators.assign(size_t(tile.num_rows) * padded_columns, 0.0f);
+  scratch.columns.assign(size_t(stride) * tile.group, 0.0f);
+  scratch.accumulators.assign(size_t(tile.num_rows) * stride, 0.0f);
   for (uint32_t k = 0; k < tile.depth; k += tile.group) {
     for (uint32_t row = 0; row < tile.num_rows; ++row)
       decode_e4m3(tile.rows + size_t(row) * tile.depth + k, tile.group, &scratch.rows[size_t(row) * tile.group]);
@@ -46,7 +49,7 @@ void run_gemm(const GemmTile& tile, Scratch& scratch, ColumnScale column_scale) 
       decode_e4m3(tile.columns + size_t(column) * tile.depth + k, tile.group,
                   &scratch.columns[size_t(column) * tile.group]);
     const float* row_scales = tile.row_scales + k / tile.group * tile.row_scale_stride;
-    for (uint32_t column = 0; column < padded_columns; column += 4) {
+    for (uint32_t column = 0; column < stride; column += 4) {
       const float* four[4];
       float scales[4];
       for (uint32_t c = 0; c < 4; ++c) {
@@ -56,7 +59,7 @@ void run_gemm(const GemmTile& tile, Scratch& scratch, ColumnScale column_scale) 
       for (uint32_t row = 0; row < tile.num_rows; ++row) {
         float part[4];
         dot4(&scratch.rows[size_t(row) * tile.group], four, tile.group, part);
-        float* acc = &scratch.accumulators[size_t(row) * padded_columns + column];
+        float* acc = &scratch.accumulators[size_t(row) * stride + column];
         for (uint32_t c = 0; c < 4; ++c) acc[c] = std::fma(part[c], row_scales[row] * scales[c], acc[c]);
       }
     }
@@ -80,7 +83,7 @@ inline void copy_rows(const Context& context, uint32_t block, uint32_t first_row
 // Write the part of a tile that lies in the 128x128 window asked for.
 inline void store_accum_debug(const Context& context, const LaunchArguments& launch, const Tile& tile,
                               const GemmTile& gemm, const Scratch& scratch) {
-  const uint32_t padded_columns = (gemm.num_columns + 3) / 4 * 4;
+  const uint32_t stride = gemm.accumulator_stride();
   float* window = context.own<float>(context.layout->l1_accum_debug);
   for (uint32_t row = 0; row < gemm.num_rows; ++row) {
     const uint32_t pool_row = tile.block * context.problem->block_m + row;
@@ -89,7 +92,7 @@ inline void store_accum_debug(const Context& context, const LaunchArguments& lau
       const uint32_t l1_column = tile.column * context.problem->l1_block_n + column;
       if (l1_column / kAccumDebugEdge != launch.debug_column_block) continue;
       window[pool_row % kAccumDebugEdge * kAccumDebugEdge + l1_column % kAccumDebugEdge] =
-          scratch.accumulators[size_t(row) * padded_columns + column];
+          scratch.accumulators[size_t(row) * stride + column];
     }
   }
 }
@@ -99,13 +102,13 @@ inline void store_activations(const Context& context, const LaunchArguments& lau
                               const GemmTile& gemm, Scratch& scratch) {
   const auto& problem = *context.problem;
   const auto& layout = *context.layout;
-  const uint32_t padded_columns = (gemm.num_columns + 3) / 4 * 4;
+  const uint32_t stride = gemm.accumulator_stride();
   const uint32_t first = tile.column * problem.l1_block_n / 2, width = gemm.num_columns / 2;
   scratch.activations.resize(width);
   for (uint32_t row = 0; row < gemm.num_rows; ++row) {
     const uint64_t pool_row = uint64_t(tile.block) * problem.block_m + row;
     const float weight = context.own<float>(layout.l1_topk_weights)[pool_row];
-    const float* acc = &scratch.accumulators[size_t(row) * padded_columns];
+    const float* acc = &scratch.accumulators[size_t(row) * stride];
     for (uint32_t i = 0; i < width; ++i) {
       const uint32_t gate = i / kInterleave * 2 * kInterleave + i % kInterleave;
       scratch.activations[i] = swiglu(acc[gate], acc[gate + kInterleave], weight, launch.has_clamp, launch.activation_clamp);
@@ -175,14 +178,14 @@ inline bool run_l2_tile(const Context& context, const LaunchArguments& launch, c
     return scales[(first_column + column) / kScaleBlock * depth_scales + k / kScaleBlock];
   });
   if constexpr (mutated(Mutation::done_before_last_store)) advance_expert(context, block.expert, 1);
-  const uint32_t padded_columns = (gemm.num_columns + 3) / 4 * 4;
+  const uint32_t stride = gemm.accumulator_stride();
   for (uint32_t row = 0; row < gemm.num_rows; ++row) {
     perturb(Point::store);
     const uint32_t* from = context.own<uint32_t>(layout.token_src_metadata) + (first_row + row) * layout.token_src_metadata.stride[0];
     uint16_t* to = context.peer<uint16_t>(from[0], layout.combine) + from[2] * layout.combine.stride[0] +
                    from[1] * layout.combine.stride[1] + first_column;
     for (uint32_t column = 0; column < gemm.num_columns; ++column)
-      to[column] = to_bf16(scratch.accumulators[size_t(row) * padded_columns + column]);
+      to[column] = to_bf16(scratch.accumulators[size_t(row) * stride + column]);
   }
   if constexpr (!mutated(Mutation::done_before_last_store)) advance_expert(context, block.expert, 1);
   return true;

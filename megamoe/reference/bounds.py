@@ -1,4 +1,4 @@
-"""How far a target may be from the oracle: the table "Against the oracle" of numerics.md, by name.
+"""How far a target may be from the oracle, by name.
 
 `compare(name, actual, expected)` says whether a view is within the bound of that name, and where it is worst.
 
@@ -28,6 +28,9 @@ import torch
 from torch import Tensor
 
 from megamoe.quant import E4M3, E4M3_NAN_BITS, describe
+
+_RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers of the item sizes, as which bits are compared."""
 
 
 class Measure(Enum):
@@ -185,7 +188,7 @@ def _check_operands(bound: Bound, actual: Tensor, expected: Tensor, magnitude: T
 
 
 def _compare_bits(bound: Bound, actual: Tensor, expected: Tensor) -> Comparison:
-    raw = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[actual.element_size()]
+    raw = _RAW[actual.element_size()]
     wrong = actual.view(raw) != expected.view(raw)
     if actual.dtype.is_floating_point:
         wrong &= ~(_is_nan(actual) & _is_nan(expected))
@@ -319,8 +322,7 @@ def _largest(values: Tensor) -> tuple[int, ...]:
 
 
 def _bits_and_value(element: Tensor) -> str:
-    raw = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[element.element_size()]
-    bits = int(element.view(raw).item()) & ((1 << (8 * element.element_size())) - 1)
+    bits = int(element.view(_RAW[element.element_size()]).item()) & ((1 << (8 * element.element_size())) - 1)
     if not element.dtype.is_floating_point:
         return str(int(element.item()))
     return f"{float(element.item())!r} ({bits:#0{2 + 2 * element.element_size()}x})"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megamoe.config import SCALE_BLOCK, MegaMoEConfig, ceil_div
+from megamoe.config import MegaMoEConfig, ceil_div
 from megamoe.quant import E4M3, describe
 
 
@@ -105,16 +105,7 @@ def dispatch(config: MegaMoEConfig, inputs: Sequence[RankInputs], rank: int) -> 
             block_rows.append(min(config.block_m, count - block * config.block_m))
 
     expert_of, source_of, token_of, slot_of = torch.cat(origins).unbind(dim=1)
-    device = inputs[rank].x.device
-    x = torch.empty((len(source_of), config.hidden), dtype=E4M3, device=device)
-    x_sf = torch.empty((len(source_of), config.hidden // SCALE_BLOCK), dtype=torch.float32, device=device)
-    topk_weights = torch.empty(len(source_of), dtype=torch.float32, device=device)
-    for source, given in enumerate(inputs):
-        here = (source_of == source).nonzero().squeeze(1)
-        token, slot = token_of[here], slot_of[here]
-        x.view(torch.uint8)[here] = given.x.view(torch.uint8)[token].to(device)  # as bytes: a NaN keeps its bits
-        x_sf[here] = given.x_sf[token].to(device)
-        topk_weights[here] = given.topk_weights[token, slot].to(device)
+    x, x_sf, topk_weights = _pull(config, inputs, source_of, token_of, slot_of, inputs[rank].x.device)
     return Pool(
         expert_counts=counts,
         num_blocks=len(block_expert),
@@ -129,6 +120,27 @@ def dispatch(config: MegaMoEConfig, inputs: Sequence[RankInputs], rank: int) -> 
         topk_weights=topk_weights,
         expert=expert_of,
     )
+
+
+def _pull(
+    config: MegaMoEConfig,
+    inputs: Sequence[RankInputs],
+    source_of: Tensor,
+    token_of: Tensor,
+    slot_of: Tensor,
+    device: torch.device,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(x, x_sf, topk_weights) of the routes with these origins, on the owner's device."""
+    x = torch.empty((len(source_of), config.hidden), dtype=E4M3, device=device)
+    x_sf = torch.empty((len(source_of), config.hidden_scales), dtype=torch.float32, device=device)
+    topk_weights = torch.empty(len(source_of), dtype=torch.float32, device=device)
+    for source, given in enumerate(inputs):
+        here = (source_of == source).nonzero().squeeze(1)
+        token, slot = token_of[here], slot_of[here]
+        x.view(torch.uint8)[here] = given.x.view(torch.uint8)[token].to(device)  # as bytes: a NaN keeps its bits
+        x_sf[here] = given.x_sf[token].to(device)
+        topk_weights[here] = given.topk_weights[token, slot].to(device)
+    return x, x_sf, topk_weights
 
 
 def check_inputs(config: MegaMoEConfig, inputs: Sequence[RankInputs]) -> None:
@@ -148,7 +160,7 @@ def check_rank_inputs(config: MegaMoEConfig, given: RankInputs, name: str) -> No
     num_tokens = given.x.shape[0] if given.x.dim() else 0
     for field, tensor, dtype, shape in (
         ("x", given.x, E4M3, (num_tokens, config.hidden)),
-        ("x_sf", given.x_sf, torch.float32, (num_tokens, config.hidden // SCALE_BLOCK)),
+        ("x_sf", given.x_sf, torch.float32, (num_tokens, config.hidden_scales)),
         ("topk_idx", given.topk_idx, torch.int64, (num_tokens, config.num_topk)),
         ("topk_weights", given.topk_weights, torch.float32, (num_tokens, config.num_topk)),
     ):

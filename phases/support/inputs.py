@@ -1,4 +1,4 @@
-"""Tokens, routes and weights of every case: the inputs of numerics.md, the same in every process."""
+"""Tokens, routes and weights of every case: the same in every process."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from harness.spec import DEVICE_WAIT_S
 from megamoe import (
     DebugWindow,
     L1Weights,
@@ -27,7 +28,6 @@ from megamoe.reference import RankInputs
 from phases.support.inputs import Tokens, make_weights
 from phases.support.ranks import Ranks
 
-STEP_TIMEOUT_S = 5.0
 POISONED = (
     "l1_acts",
     "l1_acts_sf",
@@ -200,7 +200,7 @@ def open_buffer(ranks: Ranks, config: MegaMoEConfig, max_ctas: int | None = None
         config.intermediate_hidden,
         l2_sf_granularity=config.l2_sf_granularity,
         pool_rows=config.pool_rows,
-        timeout_s=float(os.environ.get("MEGAMOE_TIMEOUT_S", STEP_TIMEOUT_S)),
+        timeout_s=float(os.environ.get("MEGAMOE_TIMEOUT_S", DEVICE_WAIT_S)),
         max_ctas=max_ctas,
         schedule=Schedule(config.block_m, config.l1_block_n, config.l2_block_n),
     )

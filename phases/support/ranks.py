@@ -16,7 +16,7 @@ from megamoe import VirtualGroup
 PROCESS_GROUP_TIMEOUT_S = 20
 """Between the device's wait (5 s) and the kill (60 s): a rank that is missing is reported by this process."""
 
-_WORKERS = {1: 3, 2: 2}
+_WORKERS_ALONE, _WORKERS = 3, 2
 _BACKENDS = {"host": "gloo", "sm90": "cpu:gloo,cuda:nccl"}
 
 
@@ -101,7 +101,7 @@ def open_ranks(kind: str, target: str, num_ranks: int) -> Ranks:
         group = VirtualGroup(
             num_ranks,
             target=target,
-            num_workers=_WORKERS.get(num_ranks, 2),
+            num_workers=_WORKERS_ALONE if num_ranks == 1 else _WORKERS,
             num_gpus=None if kind == "spread" else 1,
         )
         return Ranks(kind, target, num_ranks, tuple(range(num_ranks)), group, 0)

@@ -1,4 +1,4 @@
-"""Runs the cases of a phase on the ranks of a step, prints what came of them, and writes the record of harness.md."""
+"""Runs the cases of a phase on the ranks of a step, prints what came of them, and writes the step's record."""
 
 from __future__ import annotations
 
@@ -15,15 +15,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from harness.spec import PhaseSpec, load_spec
+from harness.spec import GROUPS, TARGETS, PhaseSpec, load_spec
 from megamoe import MegaMoEFault, Stage
 from phases.support.checks import CaseChecks, view_lines
 from phases.support.coverage import Coverage
 from phases.support.launches import Launcher
 from phases.support.ranks import Ranks, open_ranks, under_torchrun
 from phases.support.view_specs import ViewSpec, load_views
-
-GROUPS = ("single", "virtual", "spread", "process")
 
 
 @dataclass
@@ -80,7 +78,7 @@ class _Tally:
 
 def _arguments(spec: PhaseSpec, argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=f"Phase {spec.number}, {spec.name}: {spec.holds}")
-    parser.add_argument("--target", choices=("host", "sm90"), default="host")
+    parser.add_argument("--target", choices=TARGETS, default="host")
     parser.add_argument("--ranks", type=int, default=None, help="1 by default, under torchrun its world size")
     parser.add_argument("--group", choices=GROUPS, default=None, help="what --ranks and torchrun suggest by default")
     parser.add_argument("--cases", default="all", help="all, or names between commas: " + ", ".join(spec.cases))

@@ -22,19 +22,12 @@ import torch
 import yaml
 from torch import Tensor
 
+from megamoe.buffer import DTYPES
 from megamoe.config import MegaMoEConfig
 from megamoe.quant import describe
 from megamoe.reference import BOUNDS
 from phases.support.expressions import config_values, evaluate
 
-DTYPES = {
-    "e4m3": torch.float8_e4m3fn,
-    "bf16": torch.bfloat16,
-    "f32": torch.float32,
-    "u32": torch.uint32,
-    "i64": torch.int64,
-    "u64": torch.uint64,
-}
 ROWS = ("all", "tokens", "routes", "window", "slots")
 ORACLE = "oracle"
 _FIELDS = {"dtype", "shape", "strides", "rows", "compare"}
