@@ -95,7 +95,7 @@ def answers(
 
 
 def assert_right(y: Tensor, expected: Tensor) -> None:
-    """NaN exactly where the oracle has it, and within the bounds of numerics.md elsewhere."""
+    """NaN exactly where the oracle has it, and within the bounds of y elsewhere."""
     assert y.shape == expected.shape
     assert torch.equal(y.isnan(), expected.isnan()), f"NaN rows {y.isnan().any(1).nonzero().flatten().tolist()}"
     rows = ~expected.isnan().any(1)

@@ -79,7 +79,7 @@ def multiply_fp32(left: float, right: float) -> float:
 
 
 def scale_exactly(values: list[float], ue8m0: bool) -> tuple[float, float]:
-    """(sf, 1/sf) of a group by numerics.md, on fractions."""
+    """(sf, 1/sf) of a group by its rule, on fractions."""
     amax = max([abs(v) for v in values if not math.isnan(v)] + [round_to_fp32(Fraction(1e-10))])
     if math.isinf(amax):
         return math.inf, 0.0
@@ -95,7 +95,7 @@ def scale_exactly(values: list[float], ue8m0: bool) -> tuple[float, float]:
 
 
 def quantize_exactly(values: list[float], ue8m0: bool) -> tuple[list[int], float]:
-    """(e4m3 bits, sf) of one group by numerics.md, on fractions."""
+    """(e4m3 bits, sf) of one group by its rule, on fractions."""
     sf, inv = scale_exactly(values, ue8m0)
     return [round_to_e4m3(multiply_fp32(v, inv)) for v in values], sf
 

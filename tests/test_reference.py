@@ -457,7 +457,7 @@ def test_refusals_name_argument_value_and_expectation() -> None:
 
 
 def test_the_table() -> None:
-    """numerics.md, "Against the oracle"."""
+    """The bounds that were agreed; a looser one is a finding."""
     limits = {name: bound.limit for name, bound in BOUNDS.items()}
     assert limits == {
         "exact": 0.0,
@@ -672,7 +672,7 @@ def test_compare_refuses_what_cannot_be_compared() -> None:
 
 
 def test_a_plain_fp32_kernel_meets_the_bounds() -> None:
-    """The rules of numerics.md in torch fp32, one scale group at a time: the bounds fit what they are meant for."""
+    """The rules of the kernel in torch fp32, one scale group at a time: the bounds fit what they are meant for."""
     config = MegaMoEConfig(1, 4, 2, 512, 256, 64, l2_sf_granularity=64)
     (given_inputs,) = make_inputs(config, [48], seed=2)
     natural, weights = make_weights(config)

@@ -14,8 +14,8 @@ from pathlib import Path
 from megamoe.jit.cache import Artifact, CompileError, get_or_build
 from megamoe.jit.sources import dependency_digests, is_toolchain_dir, write_generated
 
-# -ffp-contract=off: a fused multiply-add would make answers depend on the machine. No -march=native for the same
-# reason, and because machines may share a cache.
+# -ffp-contract=off: a fused multiply-add would make answers depend on the machine. -march=native is the caller's to
+# add, where sums have a fixed order; the key then holds what it means on this CPU, since machines may share a cache.
 BASE_OPTIONS = ("-std=c++20", "-O3", "-ffp-contract=off", "-fPIC", "-pthread")
 # These change what g++ reads or links without showing in its command.
 _ENVIRONMENT = ("CPATH", "CPLUS_INCLUDE_PATH", "C_INCLUDE_PATH", "LIBRARY_PATH", "GCC_EXEC_PREFIX", "COMPILER_PATH")

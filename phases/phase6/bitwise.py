@@ -1,4 +1,4 @@
-"""The bitwise list of numerics.md: y of two launches that must not differ by a bit."""
+"""The bitwise list of DESIGN.md: y of two launches that must not differ by a bit."""
 
 from __future__ import annotations
 

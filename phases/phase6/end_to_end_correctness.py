@@ -1,4 +1,4 @@
-"""Phase 6: y against the oracle, the bitwise list of numerics.md, and launches that repeat with changing inputs."""
+"""Phase 6: y against the oracle, the bitwise list of DESIGN.md, and launches that repeat with changing inputs."""
 
 import sys
 from functools import partial
