@@ -107,13 +107,15 @@ def plan(
 @app.command()
 def build(
     target: Annotated[list[str] | None, typer.Option("--target", help="host or sm90; may be given twice")] = None,
-    all_targets: Annotated[bool, typer.Option("--all", help="every target of this checkout")] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="every target of this checkout; with --target every kernel of it, as a table")
+    ] = False,
     build_seconds: BuildSecondsOption = runner.BUILD_SECONDS,
     phases_root: PhasesRootOption = runner.DEFAULT_PHASES_ROOT,
     runs_dir: RunsDirOption = Path("runs"),
 ) -> None:
     """Compile everything that steps of a target need."""
-    wanted = [name for name in TARGETS if has_target(name)] if all_targets else target or []
+    wanted = target or ([name for name in TARGETS if has_target(name)] if everything else [])
     strange = [name for name in wanted if name not in TARGETS]
     if strange or not wanted:
         raise _fail(BadRequest(f"--target: expected some of {', '.join(TARGETS)}, got {strange or 'none'}"))
@@ -128,6 +130,8 @@ def build(
         if result.status != "passed":
             failed = True
             typer.echo(result.log_tail)
+        elif everything:
+            typer.echo((folder / f"build-{name}" / "launcher.log").read_text().rstrip())
     raise typer.Exit(1 if failed else 0)
 
 

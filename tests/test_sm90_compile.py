@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
+import struct
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +21,14 @@ COMPILERS = [
     pytest.param("nvcc", marks=pytest.mark.skipif(find_nvcc() is None, reason="no nvcc on this machine")),
 ]
 MAX_REGISTERS = 128
+MAX_COMPILE_CPU_S = 20.0
+"""A build is to take less than 10 s; a test machine may be half as fast."""
+FUSED_IN_CI = [
+    sm90.FusedVariant(1, 128, False),
+    sm90.FusedVariant(1, 64, False),
+    sm90.FusedVariant(1, 128, True),
+]
+"""`harness build --target sm90 --all` compiles the others: they differ in the number of ranks a grid deals out."""
 
 
 def compile_proof(generated: dict[str, str]) -> CubinArtifact:
@@ -36,6 +48,81 @@ def test_protocol_kernel_compiles_within_its_means(compiler: str) -> None:
     assert set(artifact.kernels) == {sm90.PROOF_KERNEL, sm90.IDENTITY_KERNEL}
     assert sm90.resource_faults(artifact) == []
     assert artifact.kernels[sm90.PROOF_KERNEL].registers <= MAX_REGISTERS
+
+
+@pytest.mark.parametrize("variant", FUSED_IN_CI, ids=str)
+def test_fused_kernel_compiles_within_its_means(variant: sm90.FusedVariant) -> None:
+    assert variant in sm90.fused_variants()
+    before = time.process_time()
+    artifact = variant.build()
+    cpu_s = time.process_time() - before
+    assert set(artifact.kernels) == {sm90.FUSED_KERNEL}
+    assert sm90.resource_faults(artifact) == []
+    used = artifact.kernels[sm90.FUSED_KERNEL]
+    assert used.shared_bytes == 0, "static shared memory beside the struct"
+    assert sm90.SHARED_BYTES[sm90.FUSED_KERNEL] <= 232448, "more than a CTA can have"
+    assert cpu_s < MAX_COMPILE_CPU_S, f"{cpu_s:.1f} s of CPU"
+
+
+def test_registers_of_the_roles_fit_a_multiprocessor() -> None:
+    roles = dict(re.findall(r"(\w+) (\d+)", sm90.role_registers()))
+    assert set(roles) == {"dispatch", "math"}
+    assert 128 * int(roles["dispatch"]) + 256 * int(roles["math"]) <= 65536
+
+
+def test_fill_kernels_compile_within_their_means() -> None:
+    artifact = sm90.build("fill")
+    assert set(artifact.kernels) == set(sm90.FILL_KERNELS.values())
+    assert sm90.resource_faults(artifact) == []
+
+
+def without_bring_up(csrc: Path) -> None:
+    """Cut what a bring-up build alone uses out of the sources."""
+    math_role, fused = csrc / "sm90" / "roles" / "math.hpp", csrc / "sm90" / "fused.cu"
+    text = math_role.read_text()
+    text, functions = re.subn(
+        r"template <uint32_t kPieces>\nMEGAMOE_FN void store_accum_debug\(.*?\n}\n", "", text, flags=re.S
+    )
+    text, blocks = re.subn(r"\n    if constexpr \(kBringUp\) {\n.*?\n    }(?=\n)", "", text, flags=re.S)
+    assert (functions, blocks) == (1, 1)
+    assert "debug" not in text
+    math_role.write_text(text)
+    text = fused.read_text()
+    text, defaults = re.subn(r"if constexpr \(!kBringUp\) ", "", text)
+    text, conditions = re.subn(r"\(!kBringUp \|\| [^)]*\)", "true", text)
+    assert (defaults, conditions) == (1, 1)
+    fused.write_text(text)
+
+
+def code_of(cubin: Path) -> dict[str, bytes]:
+    """The machine code of a cubin (ELF64), by section name."""
+    data = cubin.read_bytes()
+    offset = struct.unpack_from("<Q", data, 0x28)[0]
+    size, count, names = struct.unpack_from("<HHH", data, 0x3A)
+    sections = [struct.unpack_from("<I20xQQ", data, offset + index * size) for index in range(count)]
+    strings = sections[names][1]
+    found = {}
+    for name, start, length in sections:
+        text = data[strings + name : data.index(b"\0", strings + name)].decode()
+        if text.startswith(".text."):
+            found[text] = data[start : start + length]
+    return found
+
+
+def test_nothing_of_the_debug_sources_is_in_the_production_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    production, bring_up = FUSED_IN_CI[0].build(), FUSED_IN_CI[2].build()
+    shutil.copytree(csrc_dir(), tmp_path / "csrc")
+    without_bring_up(tmp_path / "csrc")
+    monkeypatch.setattr(sm90, "csrc_dir", lambda: tmp_path / "csrc")
+    stripped = FUSED_IN_CI[0].build()
+    assert stripped.path != production.path
+    code = code_of(production.path)
+    assert list(code) == [f".text.{sm90.FUSED_KERNEL}"]
+    assert len(code[f".text.{sm90.FUSED_KERNEL}"]) > 10_000
+    assert code == code_of(stripped.path)
+    assert code != code_of(bring_up.path), "a bring-up build has more"
 
 
 def test_spills_are_seen(tmp_path: Path) -> None:

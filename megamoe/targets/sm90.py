@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -173,29 +174,62 @@ def resource_faults(artifact: CubinArtifact) -> list[str]:
     return faults
 
 
+@dataclass(frozen=True)
+class FusedVariant:
+    """One build of the fused kernel: the arguments of `build_fused`."""
+
+    ranks_here: int
+    l2_sf_granularity: int
+    bring_up: bool
+
+    def __str__(self) -> str:
+        ranks = f"{self.ranks_here} rank{'' if self.ranks_here == 1 else 's'} a grid"
+        return f"{ranks}, granularity {self.l2_sf_granularity}, {'bring-up' if self.bring_up else 'production'}"
+
+    def build(self) -> CubinArtifact:
+        return build_fused(self.ranks_here, self.l2_sf_granularity, self.bring_up)
+
+
+def fused_variants() -> tuple[FusedVariant, ...]:
+    """Every build that the layers of this target ask for: shapes and tiles change none, ranks that are processes need
+    those of one rank a grid, virtual ranks the others."""
+    return tuple(
+        FusedVariant(ranks, granularity, bring_up)
+        for ranks in (1, 2, 4, 8)
+        for granularity in L2_SF_GRANULARITY_CHOICES
+        for bring_up in (False, True)
+    )
+
+
+def role_registers() -> str:
+    """Registers of a thread of each role, as csrc/sm90/fused.cu sets them at run time: ``dispatch 56, math 224``."""
+    source = (csrc_dir() / "sm90" / "fused.cu").read_text()
+    found = re.findall(r"constexpr uint32_t k(\w+)Registers = (\d+);", source)
+    return ", ".join(f"{role.lower()} {count}" for role, count in found)
+
+
+_ROW = "{:<22} {:<46} {:>9} {:<24} {:>13} {:>8}"
+
+
 def build_all(report: Callable[[str], None] = print) -> None:
-    """Compile everything that a run on this target loads, and say what.
+    """Compile everything that a run on this target loads, and print a table of it.
 
     Raises:
         RuntimeError: a kernel uses what none may use.
     """
-    variants = [
-        (
-            f"{ranks} ranks, granularity {granularity}, {'bring-up' if bring_up else 'production'}",
-            lambda ranks=ranks, granularity=granularity, bring_up=bring_up: build_fused(ranks, granularity, bring_up),
-        )
-        for ranks in (1, 2, 4, 8)
-        for granularity in L2_SF_GRANULARITY_CHOICES
-        for bring_up in (False, True)
-    ]
+    others = ("protocol_proof", "fill")
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        built = list(pool.map(lambda variant: (variant[0], variant[1]()), [("proof", build), *variants]))
+        fused = [(str(variant), pool.submit(variant.build)) for variant in fused_variants()]
+        built = [*((f"csrc/sm90/{name}.cu", pool.submit(build, name)) for name in others), *fused]
+        artifacts = [(label, future.result()) for label, future in built]
+    report(_ROW.format("kernel", "build", "registers", "setmaxnreg", "shared memory", "seconds"))
     faults = []
-    for label, artifact in built:
+    for label, artifact in artifacts:
         for name, used in artifact.kernels.items():
-            report(
-                f"sm90: {name} ({label}): {used.registers} registers, {artifact.seconds:.1f} s ({artifact.compiler})"
-            )
+            shared_bytes = used.shared_bytes + SHARED_BYTES.get(name, 0)
+            roles = role_registers() if name == FUSED_KERNEL else "-"
+            seconds = "cached" if artifact.cached else f"{artifact.seconds:.1f}"
+            report(_ROW.format(name, label, used.registers, roles, f"{shared_bytes} B", seconds))
         faults += resource_faults(artifact)
     if faults:
         raise RuntimeError("; ".join(faults))
