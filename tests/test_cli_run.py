@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ import megamoe.cli.layer_run as layer_run
 from megamoe.checkpoint import describe_layer
 from megamoe.cli import app
 from megamoe.cli.hidden import generate_hidden, open_hidden
-from megamoe.cli.ranks import split_tokens
+from megamoe.cli.ranks import resolve_target, split_tokens
 from megamoe.config import MegaMoEConfig
 from megamoe.faults import MegaMoEFault
 from megamoe.quant import quantize_activations, quantize_weights
@@ -43,6 +42,7 @@ from tests.checkpoint_files import (
     transformers_block,
     transformers_routed,
 )
+from tests.fake_cuda import FakeGpus, replacements
 from tests.test_checkpoint import REAL_EXPERT_BYTES, write_real_size_layer
 from tests.test_routing import NEAR, decision_margin, exact_scores
 
@@ -332,22 +332,40 @@ def test_generated_rows_depend_on_their_number_only() -> None:
     assert ((by_channel > 0.7) & (by_channel < 1.3)).sum() == 252
 
 
-def test_the_best_target_is_one_that_runs_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    def sm90(*, runs_layers: bool) -> None:
-        module = SimpleNamespace(open_ranks=None) if runs_layers else SimpleNamespace()
-        monkeypatch.setattr(layer_run, "get_target", lambda name: module)
-
+def test_the_best_target_is_the_gpu_where_one_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    sm90(runs_layers=True)
-    assert [layer_run.resolve_target(name) for name in ("best", "sm90", "host")] == ["sm90", "sm90", "host"]
+    assert [resolve_target(name) for name in ("best", "sm90", "host")] == ["sm90", "sm90", "host"]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    assert resolve_target("best") == "host"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert layer_run.resolve_target("best") == "host"
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    sm90(runs_layers=False)
-    assert layer_run.resolve_target("best") == "host"
-    with pytest.raises(ValueError, match="--target sm90 cannot run a layer"):
-        layer_run.resolve_target("sm90")
+    assert resolve_target("best") == "host"
+
+
+def test_target_sm90_runs_the_layer_and_says_that_it_keeps_no_clock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its Python over CPU memory, with the emulator in place of the kernel (tests/fake_cuda.py)."""
+    folder = save_checkpoint(tmp_path / "model", random_layer("qwen3_moe", seed=5), fp8=True)
+    on_host, _ = run_and_load(folder, tmp_path / "host.safetensors", "--ranks", 2)
+    gpus = FakeGpus()
+    for owner, name, stand_in in replacements(gpus):
+        monkeypatch.setattr(owner, name, stand_in, raising=False)
+    on_gpu, text = run_and_load(folder, tmp_path / "sm90.safetensors", "--ranks", 2, "--target", "sm90")
+    gpus.synchronize()
+    assert torch.equal(on_gpu["y"].view(torch.int16), on_host["y"].view(torch.int16))
+    assert "2 virtual ranks, target sm90" in text
+    assert "target sm90 keeps no clock" in text
+
+
+def test_a_process_without_a_gpu_of_its_own_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_checkpoint(tmp_path / "model", random_layer("qwen3_moe", seed=5), fp8=True)
+    for name, value in (("WORLD_SIZE", "4"), ("RANK", "3"), ("LOCAL_RANK", "3")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    result = invoke(folder, "--target", "sm90")
+    assert result.exit_code == 2
+    assert "process 3 of this machine needs a GPU of its own, and there are 2" in result.output
 
 
 def test_shares_differ_by_one_at_most() -> None:

@@ -49,7 +49,7 @@ class LayerRun:
     tokens: int | None = None
     distribution: Distribution = "normal"
     seed: int = 0
-    target: str = "best"
+    target: str = "host"
     timeout_s: float = 300.0
 
 
@@ -75,7 +75,6 @@ def run_layer(ranks: Ranks, settings: LayerRun) -> tuple[list[str], bool]:
     clock = StageClock()
     with ranks.together(), clock("load"):
         ranks.check_requested(settings.ranks)
-        target = resolve_target(settings.target)
         loaded = _load(ranks, settings)
     config = loaded.config
     with ranks.together(), clock("route"):
@@ -90,11 +89,11 @@ def run_layer(ranks: Ranks, settings: LayerRun) -> tuple[list[str], bool]:
     buffers: dict[int, SymmBuffer] = {}
     try:
         with ranks.together(), clock("set-up"):
-            buffers |= _make_buffers(ranks, settings, config, target)
+            buffers |= _make_buffers(ranks, settings, config)
         with ranks.together():
             weights = {rank: _load_rank(loaded, rank, routed, buffer.device, clock) for rank, buffer in buffers.items()}
         with ranks.together():
-            y, inputs, role_seconds = _launch(loaded, target, buffers, routings, weights, clock)
+            y, inputs, role_seconds = _launch(loaded, settings.target, buffers, routings, weights, clock)
     finally:
         for buffer in buffers.values():
             buffer.close()
@@ -112,28 +111,14 @@ def run_layer(ranks: Ranks, settings: LayerRun) -> tuple[list[str], bool]:
             if ranks.speaks:
                 _save(settings.output, all_y, Routing(torch.cat(topk_idx), torch.cat(topk_weights)))
     lines = [
-        *format_facts(_facts(ranks, settings, loaded, len(routed), target)),
+        *format_facts(_facts(ranks, settings, loaded, len(routed))),
         *format_shards(ranks.gather_objects(sorted(loaded.checkpoint.opened_shards)), loaded.checkpoint.num_shards),
         *format_facts([("error", format_error(comparison))]),
         *format_routes(histogram),
         *format_times("time", slowest(ranks.gather_objects(clock.seconds))),
-        *format_times("roles", slowest(ranks.gather_objects(role_seconds))),
+        *_format_roles(settings.target, slowest(ranks.gather_objects(role_seconds))),
     ]
     return lines, comparison.ok
-
-
-def resolve_target(name: str) -> str:
-    """``host`` or ``sm90``; ``best`` is sm90 where it can run a layer and a Hopper GPU is there.
-
-    Raises ValueError for sm90 where this version has kernels for it but no layer yet.
-    """
-    sm90_runs_layers = hasattr(get_target("sm90"), "open_ranks")
-    if name == "best":
-        has_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-        return "sm90" if sm90_runs_layers and has_hopper else "host"
-    if name == "sm90" and not sm90_runs_layers:
-        raise ValueError("--target sm90 cannot run a layer in this version, expected host or best")
-    return name
 
 
 def _load(ranks: Ranks, settings: LayerRun) -> _Loaded:
@@ -168,10 +153,10 @@ def _hidden_states(settings: LayerRun, hidden: int) -> HiddenStates:
     return generate_hidden(settings.distribution, settings.seed, hidden, num_tokens)
 
 
-def _make_buffers(ranks: Ranks, settings: LayerRun, config: MegaMoEConfig, target: str) -> dict[int, SymmBuffer]:
+def _make_buffers(ranks: Ranks, settings: LayerRun, config: MegaMoEConfig) -> dict[int, SymmBuffer]:
     """The buffer of each rank that is here. Collective; compiles the target at its first use."""
     made = megamoe.get_symm_buffer_for_mega_moe(
-        megamoe.VirtualGroup(ranks.num_ranks, target=target) if ranks.group is None else ranks.group,
+        megamoe.VirtualGroup(ranks.num_ranks, target=settings.target) if ranks.group is None else ranks.group,
         config.num_experts,
         config.num_max_tokens_per_rank,
         config.num_topk,
@@ -196,7 +181,8 @@ def _launch(
     weights: Mapping[int, Weights],
     clock: StageClock,
 ) -> tuple[dict[int, Tensor], dict[int, RankInputs], dict[str, float]]:
-    """By rank that is here: y bf16, and the inputs as its buffer holds them. And the seconds of each of the roles."""
+    """By rank that is here: y bf16, and the inputs as its buffer holds them. And the seconds of each role
+    whose time the target reports."""
     with clock("quantise"):
         for rank, buffer in buffers.items():
             routing = routings[rank]
@@ -213,7 +199,9 @@ def _launch(
     role_times = {rank: torch.zeros(len(role_names), dtype=torch.int64, device=b.device) for rank, b in buffers.items()}
     with clock("run"):
         for rank, buffer in buffers.items():
-            megamoe.launch_mega_moe(y[rank], *weights[rank], buffer, role_times=role_times[rank])
+            megamoe.launch_mega_moe(
+                y[rank], *weights[rank], buffer, role_times=role_times[rank] if role_names else None
+            )
         for buffer in buffers.values():
             buffer.check()
     slowest_rank = torch.stack([times.cpu() for times in role_times.values()]).amax(0)
@@ -260,7 +248,13 @@ def _save(path: Path, y: Tensor, routing: Routing) -> None:
         raise ValueError(f"--output {path}: {error}") from error
 
 
-def _facts(ranks: Ranks, settings: LayerRun, loaded: _Loaded, num_routed: int, target: str) -> list[tuple[str, str]]:
+def _format_roles(target: str, seconds: Mapping[str, float]) -> list[str]:
+    if not get_target(target).ROLE_NAMES:
+        return format_facts([("roles", f"target {target} keeps no clock")])
+    return format_times("roles", seconds)
+
+
+def _facts(ranks: Ranks, settings: LayerRun, loaded: _Loaded, num_routed: int) -> list[tuple[str, str]]:
     layer, router = loaded.layer, loaded.layer.router
     shape = f"hidden {layer.hidden}, intermediate {layer.intermediate_hidden}"
     kind = "virtual ranks" if ranks.group is None else "processes"
@@ -268,5 +262,5 @@ def _facts(ranks: Ranks, settings: LayerRun, loaded: _Loaded, num_routed: int, t
         ("layer", f"{settings.checkpoint}, {layer.model_type}, layer {layer.layer}: {shape}"),
         ("experts", f"{router.num_experts}, top-{router.num_topk}, {num_routed} of them routed"),
         ("tokens", f"{' + '.join(map(str, loaded.shares))} ({loaded.hidden_from})"),
-        ("ranks", f"{ranks.num_ranks} {kind}, target {target}"),
+        ("ranks", f"{ranks.num_ranks} {kind}, target {settings.target}"),
     ]

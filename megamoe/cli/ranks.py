@@ -16,6 +16,7 @@ from megamoe.faults import MegaMoEFault
 from megamoe.jit import CompileError
 
 WRONG_CALL, FAULT = 2, 1
+_BACKENDS = {"host": "gloo", "sm90": "cpu:gloo,cuda:nccl"}
 
 
 class RunError(Exception):
@@ -29,7 +30,7 @@ class RunError(Exception):
 
 @dataclass(frozen=True)
 class Ranks:
-    """``here``: the ranks that this process stands for. ``group``: gloo, or None where that is all of them."""
+    """``here``: the ranks that this process stands for. ``group``: of torchrun, or None where that is all of them."""
 
     num_ranks: int
     here: tuple[int, ...]
@@ -105,18 +106,43 @@ class Ranks:
         return tensor
 
 
+def resolve_target(name: str) -> str:
+    """``host`` or ``sm90``; ``best`` is sm90 where a Hopper GPU is there."""
+    if name != "best":
+        return name
+    has_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+    return "sm90" if has_hopper else "host"
+
+
 @contextmanager
-def open_ranks(requested: int | None) -> Iterator[Ranks]:
-    """The ranks that torchrun started (WORLD_SIZE is set), else ``requested`` virtual ones, 1 if None or less."""
+def open_ranks(requested: int | None, target: str) -> Iterator[Ranks]:
+    """The ranks that torchrun started (WORLD_SIZE is set), else ``requested`` virtual ones, 1 if None or less.
+
+    Raises RunError where torchrun started more processes than there are GPUs for target sm90.
+    """
     if "WORLD_SIZE" not in os.environ:
         num_ranks = max(1, requested or 1)
         yield Ranks(num_ranks, tuple(range(num_ranks)), None)
         return
-    dist.init_process_group("gloo")
+    if target == "sm90":
+        _take_gpu(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(_BACKENDS[target])
     try:
         yield Ranks(dist.get_world_size(), (dist.get_rank(),), dist.group.WORLD)
     finally:
         dist.destroy_process_group()
+
+
+def _take_gpu(local_rank: int) -> None:
+    """Each process of a machine has a GPU of its own."""
+    found = torch.cuda.device_count()
+    if local_rank >= found:
+        raise RunError(
+            f"--target sm90: process {local_rank} of this machine needs a GPU of its own, and there are {found}",
+            WRONG_CALL,
+            shared=False,
+        )
+    torch.cuda.set_device(local_rank)
 
 
 def split_tokens(num_tokens: int, num_ranks: int) -> list[int]:

@@ -42,8 +42,9 @@ def run(
     beyond its bound. Exit code 2: a call or a checkpoint that cannot be run.
     """
     from megamoe.cli.layer_run import LayerRun
-    from megamoe.cli.ranks import open_ranks
+    from megamoe.cli.ranks import RunError, open_ranks, resolve_target
 
+    chosen = resolve_target(target)
     settings = LayerRun(
         checkpoint=checkpoint,
         layer=layer,
@@ -53,11 +54,15 @@ def run(
         tokens=tokens,
         distribution=distribution,
         seed=seed,
-        target=target,
+        target=chosen,
         timeout_s=timeout_s,
     )
-    with open_ranks(ranks) as these:
-        exit_code = _run_and_tell(these, settings)
+    try:
+        with open_ranks(ranks, chosen) as these:
+            exit_code = _run_and_tell(these, settings)
+    except RunError as error:
+        typer.echo(f"megamoe run: error: {error}", err=True)
+        exit_code = error.exit_code
     raise typer.Exit(exit_code)
 
 
