@@ -12,6 +12,7 @@ import itertools
 import runpy
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megamoe import groups
@@ -95,11 +97,23 @@ class FakeGpus:
     _handles: dict[tuple[object, ...], Any] = field(default_factory=dict)
     _streams: dict[tuple[int, int], host.HostStream] = field(default_factory=dict)
     kept: list[Any] = field(default_factory=list)
+    _started: Counter[tuple[bytes, int]] = field(default_factory=Counter)
 
     def synchronize(self, device: object = None) -> None:
         assert self.capturing is None, "a wait while a graph is captured"
         for stream in self._streams.values():
             stream.synchronize()
+        self._started.clear()
+
+    def wait_if_all_started(self, entries: list[Any], num_ranks: int) -> None:
+        """Torch's work happens at once here, so what follows on a stream would not wait: wait as soon as nobody can be
+        waited for in vain, which is when every rank has been launched equally often."""
+        bases = bytes((ctypes.c_void_p * num_ranks).from_address(entries[0].bases))
+        for entry in entries:
+            self._started[bases, entry.rank] += 1
+        elsewhere = dist.is_initialized() and len(entries) < num_ranks
+        if elsewhere or len({self._started[bases, rank] for rank in range(num_ranks)}) == 1:
+            self.synchronize()
 
     def run(self, entry: Any, group: Any, workers: int, stream_number: int) -> None:
         """One rank's launch on the emulator."""
@@ -138,6 +152,7 @@ class FakeKernel:
         def start() -> None:
             for entry in entries:
                 self.gpus.run(entry, group, num_ctas // len(entries), stream)
+            self.gpus.wait_if_all_started(entries, group.problem.num_ranks)
 
         if self.gpus.capturing is None:
             start()
@@ -218,6 +233,7 @@ def replacements(gpus: FakeGpus) -> list[tuple[object, str, object]]:
         (torch.cuda, "current_device", lambda: gpus.current),
         (torch.cuda, "set_device", set_device),
         (torch.cuda, "synchronize", gpus.synchronize),
+        (torch.cuda, "memory_reserved", lambda device: 0),
         (
             torch.cuda,
             "get_device_properties",

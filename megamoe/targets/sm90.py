@@ -407,7 +407,7 @@ def group_arguments(config: MegaMoEConfig) -> ctypes.Structure:
 
 
 @cache
-def _copy_stream(device: int) -> torch.cuda.Stream:
+def copy_stream(device: int) -> torch.cuda.Stream:
     """Of its own, since other streams may be busy with launches that wait; and one, since torch has few streams."""
     return torch.cuda.Stream(device)
 
@@ -415,7 +415,7 @@ def _copy_stream(device: int) -> torch.cuda.Stream:
 def copy_to_device(device: int, address: int, data: bytes) -> None:
     """Copy bytes to a GPU and wait until they are there, past what other streams do and while a graph is captured."""
     staging = (ctypes.c_char * len(data)).from_buffer_copy(data)
-    stream = _copy_stream(device)
+    stream = copy_stream(device)
     with on_device(device), while_capturing():
         _call("cuMemcpyHtoDAsync", address, ctypes.addressof(staging), len(data), stream.cuda_stream)
         _call("cuStreamSynchronize", stream.cuda_stream)
@@ -438,7 +438,7 @@ class RankTable:
     def __init__(self, device: int, entries: Sequence[ctypes.Structure]) -> None:
         """Returns when the entries are there. Keep the object until the launches that read it have ended."""
         packed = bytearray(b"".join(bytes(entry) for entry in entries))
-        stream = _copy_stream(device)
+        stream = copy_stream(device)
         with torch.cuda.stream(stream):
             self._memory = torch.frombuffer(packed, dtype=torch.uint8).to(f"cuda:{device}")
         stream.synchronize()

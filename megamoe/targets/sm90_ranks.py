@@ -257,7 +257,8 @@ class Grid:
         self._captured = False
 
     def load(self) -> None:
-        """Load the kernels of the whole grid."""
+        """Load the kernels of the whole grid, and make what must not be made while a graph is captured."""
+        sm90.copy_stream(self.device)
         for bring_up in (False, True):
             sm90.fused_kernel(self.device, len(self.ranks), self.layout.config.l2_sf_granularity, bring_up)
         for dtype in sm90.FILL_KERNELS:

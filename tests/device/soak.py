@@ -26,7 +26,7 @@ EXPERTS, TOPK = 16, 4
 
 
 def draw_tokens(config: MegaMoEConfig, seed: int, launch: int, device: torch.device) -> list[Tokens]:
-    """Of every rank, on this GPU, the same on every rank: made from a few bases drawn once, for speed."""
+    """Of every rank, drawn on this GPU; the same on every GPU of a kind."""
     draw = generator("soak", seed, launch)
     skew = torch.rand(config.num_experts, generator=draw) ** (1 + 8 * torch.rand(1, generator=draw))
     tokens = []
@@ -54,13 +54,12 @@ def main() -> int:
     options = parser.parse_args()
     gpu = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(gpu)
-    device = torch.device("cuda", gpu)
     dist.init_process_group(options.backend)
     world = dist.group.WORLD
     assert world is not None
     rank, ranks = dist.get_rank(), dist.get_world_size()
     buffer = megamoe.get_symm_buffer_for_mega_moe(world, EXPERTS, CAPACITY, TOPK, *SHAPE, timeout_s=10)
-    config = buffer.config
+    config, device = buffer.config, buffer.device
     weights = [make_weights(config, other, "normal", device) for other in range(ranks)]
     megamoe.warmup(buffer)
     deadline = time.monotonic() + options.seconds
