@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from typing import Any
 
 import torch
 
@@ -39,8 +40,9 @@ def make_inputs(config: megamoe.MegaMoEConfig, tokens: int, generator: torch.Gen
     return x, idx, torch.rand(tokens, config.num_topk, generator=generator)
 
 
-def on_device(weights: tuple, device: torch.device) -> tuple:
-    return tuple(type(pair)(*(t.to(device) for t in pair)) for pair in weights)
+def on_device(weights: tuple, device: torch.device) -> tuple[Any, Any]:
+    l1, l2 = (type(pair)(*(t.to(device) for t in pair)) for pair in weights)
+    return l1, l2
 
 
 def check(ranks: int, gpus: int, shape: tuple, counts: list[int], granularity: int) -> bool:
