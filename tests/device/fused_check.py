@@ -8,14 +8,15 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from typing import Any
 
 import torch
 
 import megamoe
-from megamoe import Stage, VirtualGroup, launch_mega_moe, reference
+from megamoe import L1Weights, L2Weights, Stage, VirtualGroup, launch_mega_moe, reference
 from megamoe.quant import quantize_weights
 from megamoe.reference import RankInputs
+
+Weights = tuple[L1Weights, L2Weights]
 
 
 def norm_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -23,7 +24,7 @@ def norm_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float((actual.double() - expected).norm() / expected.norm().clamp_min(1e-30))
 
 
-def make_weights(config: megamoe.MegaMoEConfig, generator: torch.Generator) -> list:
+def make_weights(config: megamoe.MegaMoEConfig, generator: torch.Generator) -> list[Weights]:
     local, hidden, intermediate = config.experts_per_rank, config.hidden, config.intermediate_hidden
     weights = []
     for _ in range(config.num_ranks):
@@ -33,19 +34,21 @@ def make_weights(config: megamoe.MegaMoEConfig, generator: torch.Generator) -> l
     return weights
 
 
-def make_inputs(config: megamoe.MegaMoEConfig, tokens: int, generator: torch.Generator) -> tuple:
+def make_inputs(
+    config: megamoe.MegaMoEConfig, tokens: int, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     x = torch.randn(tokens, config.hidden, generator=generator).bfloat16()
     scores = torch.rand(tokens, config.num_experts, generator=generator)
     idx = scores.topk(config.num_topk, dim=1).indices
     return x, idx, torch.rand(tokens, config.num_topk, generator=generator)
 
 
-def on_device(weights: tuple, device: torch.device) -> tuple[Any, Any]:
-    l1, l2 = (type(pair)(*(t.to(device) for t in pair)) for pair in weights)
-    return l1, l2
+def on_device(weights: Weights, device: torch.device) -> Weights:
+    l1, l2 = weights
+    return L1Weights(*(t.to(device) for t in l1)), L2Weights(*(t.to(device) for t in l2))
 
 
-def check(ranks: int, gpus: int, shape: tuple, counts: list[int], granularity: int) -> bool:
+def check(ranks: int, gpus: int, shape: tuple[int, int, int, int, int], counts: list[int], granularity: int) -> bool:
     experts, topk, hidden, intermediate, capacity = shape
     generator = torch.Generator().manual_seed(ranks * 1000 + hidden)
     group = VirtualGroup(ranks, target="sm90", num_gpus=gpus)
