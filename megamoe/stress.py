@@ -13,67 +13,18 @@ compared with ``megamoe.reference``. The order of the pool is checked in C++ fro
 from __future__ import annotations
 
 import argparse
-import ctypes
-import os
-import platform
 import re
-import shutil
-import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
-from typing import Any
 
 import torch
 
-from megamoe import abi, jit
-from megamoe.config import SCALE_BLOCK, MegaMoEConfig, Stage
-from megamoe.faults import read_fault_records
-from megamoe.layout import FAULT_RECORD, buffer_layout, cpp_header, problem_struct
-from megamoe.reference import RankInputs, compare, moe_layer
-from megamoe.targets import host
-from megamoe.weights import L1Weights, L2Weights
-
-OPTIONS_STRUCT = abi.declare(
-    "StressOptions",
-    (
-        abi.Field("seed", "u64", comment="of the inputs"),
-        abi.Field("first_perturb_seed", "u64"),
-        abi.Field("timeout_ns", "u64"),
-        abi.Field("buffer_bytes", "u64"),
-        abi.Field("num_perturb_seeds", "u32", comment="runs, each from a fresh buffer"),
-        abi.Field("num_epochs", "u32"),
-        abi.Field("num_workers", "u32", comment="of a rank"),
-        abi.Field("truncate_every", "u32", comment="every so many epochs a launch stops before combine; 0: none does"),
-        abi.Field("barriers", "u32", comment="between epochs"),
-        abi.Field("dump_inputs", "u32"),
-        abi.Field("stop_at_first", "u32", comment="wrong run"),
-        abi.Field("limit_s", "u32", comment="after which a run is given up"),
-    ),
-)
-RECORD_STRUCT = abi.declare(
-    "StressRecord",
-    (
-        abi.Field("view_digest", "u64", comment="of l2_acts and combine"),
-        abi.Field("epoch", "u32"),
-        abi.Field("rank", "u32"),
-        abi.Field("stage", "u32"),
-        abi.Field("num_y_rows", "u32", comment="bf16 rows that follow"),
-        abi.Field("num_input_rows", "u32", comment="tokens whose x, x_sf, topk_idx and topk_weights follow"),
-        abi.Field("has_weights", "u32", comment="l1, l1_sf, l2, l2_sf follow"),
-    ),
-)
-RUN_STRUCT = abi.declare(
-    "StressRun",
-    (abi.Field("perturb_seed", "u64"), abi.Field("num_bytes", "u64", comment="of the records that follow")),
-)
-
-EXIT_WRONG, EXIT_REQUEST, EXIT_TSAN = 1, 2, 66
-"""Exit statuses of the program; any other but 0 is its watchdog's or a crash, which the run under way caused."""
+from megamoe import jit
+from megamoe.config import MegaMoEConfig, Stage
+from megamoe.reference import compare, moe_layer
+from megamoe.stress_program import Build, Case, Run, RunOptions, run
 
 SMALL = MegaMoEConfig(4, 8, 4, 128, 128, 132, l2_sf_granularity=64, block_m=32, l1_block_n=128)
 """Two chunks of routes on a full rank, two L1 tiles a block."""
@@ -83,108 +34,7 @@ TINY = MegaMoEConfig(2, 4, 2, 128, 128, 40, l2_sf_granularity=64, block_m=32, l1
 """So quick that ranks are as often between launches as in one."""
 
 
-@dataclass(frozen=True)
-class Case:
-    """What is computed: two runs of a case must give the same bits, whatever the threads do."""
-
-    config: MegaMoEConfig
-    seed: int = 1
-    epochs: int = 50
-    truncate_every: int = 6
-
-
-@dataclass(frozen=True)
-class Build:
-    """How the program is compiled."""
-
-    tsan: bool = False
-    perturb: bool = False
-    mutation: str = "none"
-
-    @property
-    def options(self) -> tuple[str, ...]:
-        options = ["-O1" if self.tsan else "-O2", "-Wall", "-Wextra", f"-DMEGAMOE_MUTATION={self.mutation}"]
-        if self.tsan:
-            options += ["-g", "-fsanitize=thread"]
-        if self.perturb:
-            options += ["-DMEGAMOE_PERTURB"]
-        return tuple(options)
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """How it is run."""
-
-    workers: int = 3
-    barriers: bool = False
-    dump_inputs: bool = False
-    timeout_s: float = 5.0
-    limit_s: int = 60
-    stop_at_first: bool = False
-
-
-UNDISTURBED = Schedule(workers=1, barriers=True)
-
-
-@dataclass(frozen=True)
-class Record:
-    """What one rank left after one epoch."""
-
-    stage: Stage
-    y: bytes
-    view_digest: int
-    inputs: RankInputs | None
-
-
-@dataclass(frozen=True)
-class Run:
-    """All epochs of all ranks under one perturbation seed; ``message`` is ``right`` or what the program saw."""
-
-    perturb_seed: int
-    message: str
-    records: Mapping[tuple[int, int], Record]
-    """By (epoch, rank)."""
-    weights: tuple[tuple[L1Weights, L2Weights], ...] = ()
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a call of the program gave."""
-
-    runs: tuple[Run, ...]
-    hits: Mapping[str, int]
-    faults: tuple[str, ...]
-    reports: str
-    """What ThreadSanitizer wrote."""
-    seconds: float
-
-
-def structs_header() -> str:
-    """Text of ``stress_structs.hpp``."""
-    return "\n".join(
-        [
-            "// Generated by megamoe/stress.py. Do not edit.",
-            "#pragma once",
-            '#include "buffer_layout.hpp"',
-            "namespace megamoe {",
-            *(struct.cpp for struct in (OPTIONS_STRUCT, RECORD_STRUCT, RUN_STRUCT)),
-            "}  // namespace megamoe",
-            "",
-        ]
-    )
-
-
-@cache
-def program(build: Build) -> Path:
-    """The compiled program, from the cache if it is there."""
-    return jit.build_shared_library(
-        "megamoe_stress",
-        [jit.csrc_dir() / "host" / "stress.cpp"],
-        generated={"buffer_layout.hpp": cpp_header(), "stress_structs.hpp": structs_header()},
-        options=build.options,
-        include_dirs=host.include_dirs(),
-        executable=True,
-    ).path
+UNDISTURBED = RunOptions(workers=1, barriers=True)
 
 
 def mutations() -> dict[str, str]:
@@ -193,160 +43,6 @@ def mutations() -> dict[str, str]:
     body = text.split("enum class Mutation : uint32_t {")[1].split("};")[0]
     found = re.findall(r"^\s*(\w+),(?:\s*// (.*))?$", body, re.MULTILINE)
     return {name: comment for name, comment in found if name != "none"}
-
-
-# --- running -----------------------------------------------------------------------------------------------------
-
-
-def run(case: Case, build: Build, schedule: Schedule, perturb_seeds: range = range(1)) -> Outcome:
-    """Run a case once for every perturbation seed; with ``stop_at_first`` up to the first that goes wrong.
-
-    A run that ends the program (a crash, or its own watchdog) counts as one that went wrong; the seeds after it are
-    run by another call of the program.
-
-    Raises:
-        RuntimeError: the program cannot read its request.
-    """
-    started = time.monotonic()
-    runs: list[Run] = []
-    hits: dict[str, int] = {}
-    faults: list[str] = []
-    reports = ""
-    with tempfile.TemporaryDirectory(prefix="megamoe-stress-") as folder:
-        request, results = Path(folder, "request"), Path(folder, "results")
-        while perturb_seeds:
-            request.write_bytes(_request(case, schedule, perturb_seeds))
-            results.write_bytes(b"")
-            process = _call([str(program(build)), str(request), str(results)], schedule, len(perturb_seeds))
-            if process.returncode == EXIT_REQUEST:
-                raise RuntimeError(f"{program(build)}: {process.stderr}")
-            messages = dict(re.findall(r"^seed (\d+): (.*)$", process.stdout, re.MULTILINE))
-            ended = list(_read_results(case.config, results.read_bytes(), messages))
-            runs += ended
-            for name, count in re.findall(r"^hits (\w+) (\d+)$", process.stdout, re.MULTILINE):
-                hits[name] = hits.get(name, 0) + int(count)
-            faults += _describe_faults(case.config, process.stdout)
-            reports += process.stderr
-            perturb_seeds = perturb_seeds[len(ended) :]
-            if schedule.stop_at_first and process.returncode != 0 and any(done.message != "right" for done in ended):
-                break
-            if perturb_seeds:
-                lost = perturb_seeds[0]
-                runs.append(Run(lost, messages.get(str(lost), f"the program ended with {process.returncode}"), {}))
-                perturb_seeds = range(0) if schedule.stop_at_first else perturb_seeds[1:]
-    return Outcome(tuple(runs), hits, tuple(faults), reports, time.monotonic() - started)
-
-
-def _call(command: Sequence[str], schedule: Schedule, num_runs: int) -> subprocess.CompletedProcess[str]:
-    # Overrides what the caller's environment may hold: no suppression comes in from there.
-    environment = os.environ | {"TSAN_OPTIONS": f"exitcode={EXIT_TSAN} halt_on_error={int(schedule.stop_at_first)}"}
-    limit_s = schedule.limit_s * num_runs + 60
-
-    def call(prefix: Sequence[str]) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [*prefix, *command], capture_output=True, text=True, errors="replace", timeout=limit_s, env=environment
-        )
-
-    process = call([])
-    # Kernels that place mappings with much randomness are too much for the ThreadSanitizer of gcc 12.
-    if "unexpected memory mapping" in process.stderr and (setarch := shutil.which("setarch")):
-        process = call([setarch, platform.machine(), "--addr-no-randomize"])
-    return process
-
-
-def _request(case: Case, schedule: Schedule, perturb_seeds: range) -> bytes:
-    layout = buffer_layout(case.config)
-    options = OPTIONS_STRUCT.ctype(
-        seed=case.seed,
-        first_perturb_seed=perturb_seeds[0],
-        timeout_ns=int(schedule.timeout_s * 1e9),
-        buffer_bytes=layout.num_bytes,
-        num_perturb_seeds=len(perturb_seeds),
-        num_epochs=case.epochs,
-        num_workers=schedule.workers,
-        truncate_every=case.truncate_every,
-        barriers=schedule.barriers,
-        dump_inputs=schedule.dump_inputs,
-        stop_at_first=schedule.stop_at_first,
-        limit_s=schedule.limit_s,
-    )
-    return bytes(problem_struct(case.config)) + bytes(layout.as_struct()) + bytes(options)
-
-
-def _describe_faults(config: MegaMoEConfig, text: str) -> list[str]:
-    rows = [[int(word) for word in line.split()] for line in re.findall(r"^fault ([\d ]+)$", text, re.MULTILINE)]
-    if not rows:
-        return []
-    words = torch.tensor(rows, dtype=torch.int64).reshape(-1, FAULT_RECORD.num_words)
-    return [fault.describe(config) for fault in read_fault_records(len(rows), words)]
-
-
-# --- results -----------------------------------------------------------------------------------------------------
-
-
-class _Reader:
-    def __init__(self, data: bytes) -> None:
-        self._data = data
-        self.position = 0
-
-    def at_end(self) -> bool:
-        return self.position >= len(self._data)
-
-    def take(self, num_bytes: int) -> bytes:
-        piece = self._data[self.position : self.position + num_bytes]
-        if len(piece) != num_bytes:
-            raise EOFError(f"results end at byte {len(self._data)}, expected {num_bytes} bytes at {self.position}")
-        self.position += num_bytes
-        return piece
-
-    def struct(self, struct: abi.StructType) -> Any:
-        return struct.ctype.from_buffer_copy(self.take(ctypes.sizeof(struct.ctype)))
-
-    def tensor(self, dtype: torch.dtype, *shape: int) -> torch.Tensor:
-        count = 1
-        for size in shape:
-            count *= size
-        if count == 0:
-            return torch.empty(shape, dtype=dtype)
-        return torch.frombuffer(bytearray(self.take(count * dtype.itemsize)), dtype=dtype).reshape(shape)
-
-
-def _read_results(config: MegaMoEConfig, data: bytes, messages: Mapping[str, str]) -> Iterator[Run]:
-    reader = _Reader(data)
-    while not reader.at_end():
-        header = reader.struct(RUN_STRUCT)
-        end = reader.position + header.num_bytes
-        records: dict[tuple[int, int], Record] = {}
-        weights: dict[int, tuple[L1Weights, L2Weights]] = {}
-        while reader.position < end:
-            record = reader.struct(RECORD_STRUCT)
-            if record.has_weights:
-                weights[record.rank] = _read_weights(config, reader)
-                continue
-            y = reader.take(record.num_y_rows * config.hidden * torch.bfloat16.itemsize)
-            inputs = _read_inputs(config, reader, record.num_input_rows)
-            records[record.epoch, record.rank] = Record(Stage(record.stage), y, record.view_digest, inputs)
-        seed = int(header.perturb_seed)
-        yield Run(seed, messages[str(seed)], records, tuple(weights[rank] for rank in sorted(weights)))
-
-
-def _read_weights(config: MegaMoEConfig, reader: _Reader) -> tuple[L1Weights, L2Weights]:
-    local, hidden, intermediate = config.experts_per_rank, config.hidden, config.intermediate_hidden
-    e4m3, f32 = torch.float8_e4m3fn, torch.float32
-    l1 = reader.tensor(e4m3, local, 2 * intermediate, hidden)
-    l1_sf = reader.tensor(f32, local, 2 * intermediate // SCALE_BLOCK, hidden // SCALE_BLOCK)
-    l2 = reader.tensor(e4m3, local, hidden, intermediate)
-    l2_sf = reader.tensor(f32, local, hidden // SCALE_BLOCK, intermediate // SCALE_BLOCK)
-    return L1Weights(l1, l1_sf), L2Weights(l2, l2_sf)
-
-
-def _read_inputs(config: MegaMoEConfig, reader: _Reader, tokens: int) -> RankInputs:
-    return RankInputs(
-        x=reader.tensor(torch.float8_e4m3fn, tokens, config.hidden),
-        x_sf=reader.tensor(torch.float32, tokens, config.hidden_scales),
-        topk_idx=reader.tensor(torch.int64, tokens, config.num_topk),
-        topk_weights=reader.tensor(torch.float32, tokens, config.num_topk),
-    )
 
 
 @cache
@@ -373,14 +69,14 @@ def difference(actual: Run, expected: Run) -> str:
         if got is None:
             return f"{where}: no result"
         if got.y != record.y:
-            rows = sum(a != b for a, b in zip(_rows(got.y), _rows(record.y), strict=True))
-            return f"{where}: y differs from the undisturbed run ({rows} 16-byte pieces)"
+            pieces = sum(a != b for a, b in zip(_pieces(got.y), _pieces(record.y), strict=True))
+            return f"{where}: y differs from the undisturbed run ({pieces} 16-byte pieces)"
         if got.view_digest != record.view_digest:
             return f"{where}: l2_acts or combine differ from the undisturbed run at stage {record.stage.name}"
     return ""
 
 
-def _rows(data: bytes) -> list[bytes]:
+def _pieces(data: bytes) -> list[bytes]:
     return [data[i : i + 16] for i in range(0, len(data), 16)]
 
 
@@ -446,14 +142,14 @@ class Verdict:
         return self.reports.count("WARNING: ThreadSanitizer")
 
 
-def _judge(cases: Sequence[tuple[Case, Build, Schedule, range]]) -> Verdict:
+def _judge(cases: Sequence[tuple[Case, Build, RunOptions, range]]) -> Verdict:
     wrong: dict[str, str] = {}
     hits: dict[str, int] = {}
     faults: list[str] = []
     reports, seconds, num_runs = "", 0.0, 0
-    for number, (case, build, schedule, seeds) in enumerate(cases):
+    for number, (case, build, options, seeds) in enumerate(cases):
         expected = undisturbed(case)
-        outcome = run(case, build, schedule, seeds)
+        outcome = run(case, build, options, seeds)
         for result in outcome.runs:
             if found := difference(result, expected):
                 wrong[f"{number}/{result.perturb_seed}"] = found
@@ -463,21 +159,21 @@ def _judge(cases: Sequence[tuple[Case, Build, Schedule, range]]) -> Verdict:
         reports += outcome.reports
         faults += outcome.faults
         seconds += outcome.seconds
-        if schedule.stop_at_first and (wrong or reports):
+        if options.stop_at_first and (wrong or reports):
             break
     return Verdict(wrong, num_runs, hits, reports, tuple(faults), seconds)
 
 
 def plain(mutation: str = "none", *, stop_at_first: bool = False) -> Verdict:
     """Every plain case once, 3 workers a rank."""
-    schedule = Schedule(stop_at_first=stop_at_first)
-    return _judge([(case, Build(mutation=mutation), schedule, range(1)) for case in PLAIN_CASES])
+    options = RunOptions(stop_at_first=stop_at_first)
+    return _judge([(case, Build(mutation=mutation), options, range(1)) for case in PLAIN_CASES])
 
 
 def tsan(mutation: str = "none", *, stop_at_first: bool = False) -> Verdict:
     """8 ranks of 3 workers under ThreadSanitizer."""
-    schedule = Schedule(timeout_s=60.0, limit_s=240, stop_at_first=stop_at_first)
-    return _judge([(TSAN_CASE, Build(tsan=True, mutation=mutation), schedule, range(1))])
+    options = RunOptions(timeout_s=60.0, limit_s=240, stop_at_first=stop_at_first)
+    return _judge([(TSAN_CASE, Build(tsan=True, mutation=mutation), options, range(1))])
 
 
 def perturb(mutation: str = "none", *, num_seeds: int = 300, stop_at_first: bool = False) -> Verdict:
@@ -487,7 +183,7 @@ def perturb(mutation: str = "none", *, num_seeds: int = 300, stop_at_first: bool
     cases = []
     for number, (case, workers) in enumerate(PERTURB_CASES):
         seeds = range(number * share, min((number + 1) * share, num_seeds))
-        cases.append((case, build, Schedule(workers, stop_at_first=stop_at_first), seeds))
+        cases.append((case, build, RunOptions(workers, stop_at_first=stop_at_first), seeds))
     return _judge(cases)
 
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megamoe import abi, jit, stress
+from megamoe import abi, jit, stress_program
 from megamoe.layout import (
     BUFFER_LAYOUT_STRUCT,
     HOST_STATUS_STRUCT,
@@ -178,9 +178,9 @@ STRUCTS = [
     PROBLEM_STRUCT,
     LAUNCH_STRUCT,
     HOST_STATUS_STRUCT,
-    stress.OPTIONS_STRUCT,
-    stress.RECORD_STRUCT,
-    stress.RUN_STRUCT,
+    stress_program.OPTIONS_STRUCT,
+    stress_program.RECORD_STRUCT,
+    stress_program.RUN_STRUCT,
 ]
 
 
@@ -202,7 +202,7 @@ def compiled_offsets(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     artifact = jit.build_shared_library(
         "megamoe_test_offsets",
         [source],
-        generated={"buffer_layout.hpp": cpp_header(), "stress_structs.hpp": stress.structs_header()},
+        generated={"buffer_layout.hpp": cpp_header(), "stress_structs.hpp": stress_program.structs_header()},
         include_dirs=host.include_dirs(),
         options=["-Wno-invalid-offsetof"],
     )

@@ -11,14 +11,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from megamoe import stress
+from megamoe import stress, stress_program
+from megamoe.stress_program import Build
 
 CHECKS: dict[str, Callable[..., stress.Verdict]] = {
     "plain": stress.plain,
     "perturb": stress.perturb,
     "tsan": stress.tsan,
 }
-BUILDS = {"plain": stress.Build(), "perturb": stress.Build(perturb=True), "tsan": stress.Build(tsan=True)}
+BUILDS = {"plain": Build(), "perturb": Build(perturb=True), "tsan": Build(tsan=True)}
 SUITE_SEEDS = 300
 
 # The quickest check that catches it for certain; DESIGN.md has all of them.
@@ -48,16 +49,16 @@ CAUGHT_BY = {
 }
 
 
-def build_of(name: str) -> stress.Build:
+def build_of(name: str) -> Build:
     build = BUILDS[CAUGHT_BY[name]]
-    return stress.Build(tsan=build.tsan, perturb=build.perturb, mutation=name)
+    return Build(tsan=build.tsan, perturb=build.perturb, mutation=name)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def all_built() -> None:
     """Two at a time. A fault that does not compile is no fault that a test has caught."""
     with ThreadPoolExecutor(max_workers=2) as pool:
-        list(pool.map(stress.program, map(build_of, CAUGHT_BY)))
+        list(pool.map(stress_program.program, map(build_of, CAUGHT_BY)))
 
 
 def test_every_fault_is_listed() -> None:

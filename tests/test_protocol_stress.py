@@ -7,13 +7,22 @@ from pathlib import Path
 
 import pytest
 
-from megamoe import stress
+from megamoe import stress, stress_program
 from megamoe.config import Stage
+from megamoe.layout import num_route_chunks
+from megamoe.stress_program import Build, Case, RunOptions
 
 
 def explain(verdict: stress.Verdict) -> str:
     wrong = [f"{place}: {found}" for place, found in verdict.wrong.items()]
     return "\n".join([*wrong[:5], *verdict.faults[:5], verdict.reports[:8000]])
+
+
+def test_the_cases_are_what_they_are_said_to_be() -> None:
+    """With one chunk of routes there is no order of chunks to get wrong, with one tile no mask with a bit missing."""
+    assert num_route_chunks(stress.SMALL) == 2
+    assert sum(num_route_chunks(case.config) > 1 for case, _ in stress.PERTURB_CASES) >= 2
+    assert stress.SMALL.num_l1_tiles == stress.WIDE.num_l1_tiles == stress.WIDE.num_l2_tiles == 2
 
 
 def test_plain() -> None:
@@ -23,7 +32,7 @@ def test_plain() -> None:
 
 
 @pytest.mark.parametrize("case", stress.PLAIN_CASES[:2], ids=["small", "wide"])
-def test_undisturbed_run_agrees_with_the_oracle(case: stress.Case) -> None:
+def test_undisturbed_run_agrees_with_the_oracle(case: Case) -> None:
     lines = stress.check_against_reference(replace(case, epochs=6))
     assert len(lines) == 5
 
@@ -52,20 +61,20 @@ def test_perturbation() -> None:
 
 
 def test_perturbation_is_only_in_its_own_build() -> None:
-    outcome = stress.run(stress.Case(stress.TINY, epochs=2), stress.Build(), stress.Schedule())
+    outcome = stress_program.run(Case(stress.TINY, epochs=2), Build(), RunOptions())
     assert set(outcome.hits.values()) == {0}
 
 
 # --- the driver itself must not call a run right that is not ---------------------------------------------------------
 
-CASE = stress.Case(stress.TINY, seed=5, epochs=3)
+CASE = Case(stress.TINY, seed=5, epochs=3)
 
 
 @pytest.fixture
 def fake_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "program"
     stress.undisturbed(CASE)  # with the true program
-    monkeypatch.setattr(stress, "program", lambda build: path)
+    monkeypatch.setattr(stress_program, "program", lambda build: path)
     return path
 
 
@@ -73,7 +82,7 @@ def fake_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_program_without_results_is_wrong_for_every_seed(fake_program: Path, status: int) -> None:
     fake_program.write_text(f"#!/bin/sh\nexit {status}\n")
     fake_program.chmod(0o755)
-    outcome = stress.run(CASE, stress.Build(), stress.Schedule(), range(4, 7))
+    outcome = stress_program.run(CASE, Build(), RunOptions(), range(4, 7))
     assert [run.perturb_seed for run in outcome.runs] == [4, 5, 6]
     expected = stress.undisturbed(CASE)
     assert all(stress.difference(run, expected) for run in outcome.runs)

@@ -4,7 +4,7 @@
 //
 //   stress REQUEST RESULTS
 //
-// REQUEST and RESULTS are written and read by megamoe/stress.py. A line on standard output says how each run went, a
+// REQUEST and RESULTS are written and read by megamoe/stress_program.py. A line on standard output says how each run went, a
 // line that begins with "fault" holds the words of a fault record. Exit status: 0 all runs are right, 1 some are not,
 // 2 REQUEST cannot be read, 3 a run did not end in time.
 #include <sys/mman.h>
@@ -315,7 +315,7 @@ int main(int count, char** arguments) {
   using namespace megamoe::host;
   const auto request = count == 3 ? read_request(arguments[1]) : std::nullopt;
   if (!request) {
-    std::fprintf(stderr, "usage: %s REQUEST RESULTS; REQUEST must hold exactly the structs of megamoe/stress.py\n",
+    std::fprintf(stderr, "usage: %s REQUEST RESULTS; REQUEST must hold exactly the structs of megamoe/stress_program.py\n",
                  arguments[0]);
     return kExitRequest;
   }
