@@ -33,6 +33,21 @@ MEGAMOE_FN void wait_barrier(uint64_t* barrier, uint32_t parity) {
       : "memory");
 }
 
+// Whether that wait would return at once.
+MEGAMOE_FN bool test_barrier(uint64_t* barrier, uint32_t parity) {
+  uint32_t reached;
+  asm volatile(
+      "{\n\t"
+      ".reg .pred reached;\n\t"
+      "mbarrier.test_wait.parity.shared::cta.b64 reached, [%1], %2;\n\t"
+      "selp.u32 %0, 1, 0, reached;\n\t"
+      "}"
+      : "=r"(reached)
+      : "r"(shared_address(barrier)), "r"(parity)
+      : "memory");
+  return reached != 0;
+}
+
 struct alignas(64) TensorMap {
   uint64_t opaque[16];
 };

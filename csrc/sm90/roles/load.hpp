@@ -51,18 +51,19 @@ class Loader {
 
   MEGAMOE_FN void load_tile(const TileSlot& tile, const RingPosition<kTileSlots>& position) {
     const Operands operands = operands_of(tile);
-    const uint32_t lead = smaller(kStages, operands.depth);
+    uint64_t* rows_ready = &shared_.rows_ready[position.slot()];
+    // Rows that are there go with their weights, stage by stage: a stage is then complete a whole ring earlier.
+    const bool early = test_barrier(rows_ready, position.parity());
+    const uint32_t lead = early ? 0 : smaller(kStages, operands.depth);
     // The next tile is claimed late, so that the last tiles go to whoever is free, and early enough to be ready in time.
-    const uint32_t claim_next = operands.depth > kClaimLead ? operands.depth - kClaimLead : lead - 1;
+    const uint32_t claim_next = operands.depth > kClaimLead ? operands.depth - kClaimLead : 0;
     RingPosition<kStages> rows_stage = stage_;
     for (uint32_t k = 0; k < lead; ++k) load_columns(operands, k);
-    wait_barrier(&shared_.rows_ready[position.slot()], position.parity());
+    wait_barrier(rows_ready, position.parity());
     const bool ready = tile.failed == 0;
     fence_generic_to_async_proxy();
-    for (uint32_t k = 0; k < lead; ++k) load_rows(operands, k, ready, rows_stage);
-    if (claim_next < lead) arrive(&shared_.claim_next);
-    for (uint32_t k = lead; k < operands.depth; ++k) {
-      load_columns(operands, k);
+    for (uint32_t k = 0; k < operands.depth; ++k) {
+      if (k >= lead) load_columns(operands, k);
       load_rows(operands, k, ready, rows_stage);
       if (k == claim_next) arrive(&shared_.claim_next);
     }

@@ -41,9 +41,11 @@ class RowPuller {
     if (lane() == 0) fence_generic_to_async_proxy();
     const uint32_t pieces = ceil_div(hidden, kPullSlotBytes);
     const uint32_t copies = rows * pieces;
+#pragma unroll 1
     for (uint32_t copy = 0; copy < smaller(kPullDepth, copies); ++copy) load(context, mine, copy, pieces);
     if (lane() < rows) store_row_metadata(context, mine);
     copy_scales(context, mine, first_pool_row, rows);
+#pragma unroll 1
     for (uint32_t copy = 0; copy < copies; ++copy) {
       const uint32_t slot = copy % kPullDepth, first_byte = copy % pieces * kPullSlotBytes;
       if (lane() == 0) {
@@ -87,6 +89,7 @@ class RowPuller {
     const float* from = context.peer<float>(source, from_region) + token * from_region.stride[0];
     float* to = context.own<float>(to_region) + first_pool_row + row;
     constexpr uint32_t step = kScaleLanes * kScalesPerLoad;
+#pragma unroll 1
     for (uint32_t base = lane() / kRowsPerPull * kScalesPerLoad; base < groups; base += kScaleLoads * step) {
       float4 scales[kScaleLoads];
 #pragma unroll
