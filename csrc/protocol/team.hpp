@@ -3,7 +3,7 @@
 //   sync()                       barrier over the team, which also orders memory within it
 //   once(f)                      the first thread runs f; every thread gets the result, ordered after what f saw
 //   all(flag)                    whether the flag holds in every thread; orders memory like sync()
-//   scratch()                   kRoutesPerChunk words that the whole team reads and writes, aligned to 16 bytes
+//   scratch()                    kRoutesPerChunk words that the whole team reads and writes
 //   take_places(ids, n, places, m)  one after the other, ids[i] becomes places[ids[i]]++ (ids are in scratch; kNoPlace stays);
 //                               places may or may not have moved afterwards
 //   exclusive_sum(data, n)       data[i] becomes the sum of data[0..i), returns the total; data is the team's alone
@@ -16,7 +16,7 @@ namespace megamoe {
 constexpr uint32_t kNoPlace = ~0u;
 
 struct SoloTeam {
-  alignas(16) uint32_t scratch_words[kRoutesPerChunk];
+  uint32_t scratch_words[kRoutesPerChunk];
 
   MEGAMOE_FN uint32_t* scratch() { return scratch_words; }
   MEGAMOE_FN static constexpr uint32_t rank() { return 0; }
