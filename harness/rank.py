@@ -1,8 +1,8 @@
 """Starts one rank's script: ``python -m harness.rank SCRIPT [arguments]``, alone or under torchrun.
 
-Output goes to ``rank<r>.log`` in MEGAMOE_RUN_DIR, SIGUSR1 writes all Python stacks there, the rank dies with its
-parent, and two small files tell the supervisor which process the rank is and how it ended. Then the script runs as
-if it had been started by name.
+Output goes to ``rank<r>.log`` in MEGAMOE_RUN_DIR, SIGUSR1 (and the SIGTERM of torchrun) writes all Python stacks there,
+the rank dies with its parent, and two small files tell the supervisor which process the rank is and how it ended. Then
+the script runs as if it had been started by name.
 """
 
 from __future__ import annotations
@@ -83,6 +83,9 @@ def main(arguments: list[str]) -> int:
     _redirect_output(log_file(folder, rank))
     faulthandler.enable(file=2, all_threads=True)
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        # torchrun terminates the others when it sees a rank dead, which may be before the supervisor asks for stacks.
+        faulthandler.register(signal.SIGTERM, file=2, all_threads=True, chain=True)
     key = own_key()
     _write_whole(pid_file(folder, rank), f"{key.pid} {key.start_ticks}")
     script = arguments[0]

@@ -126,7 +126,7 @@ def _wait_for_end(job: Job, root: subprocess.Popen[bytes], watch: Watch, ranks: 
         if elapsed >= job.seconds:
             return Outcome("timed out", seconds=elapsed, message=f"still running at its limit of {job.seconds:g} s")
         watch.sample_if_due()
-        time.sleep(min(TICK_S, max(0.0, job.seconds - elapsed)))
+        ranks.wait(min(TICK_S, max(0.0, job.seconds - elapsed)))
 
 
 def _settle(job: Job, watch: Watch) -> tuple[str, ...]:

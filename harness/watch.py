@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from harness import processes
@@ -60,6 +61,41 @@ def recorded_processes(folder: Path) -> list[ProcessKey]:
     return [ProcessKey(line["pid"], line["start_ticks"]) for line in read_json_lines(folder / PROCESSES_FILE)]
 
 
+class Deaths:
+    """Ends of processes, in the order in which they ended. The kernel keeps it: what becomes ready joins the end of an
+    epoll instance's list, so a look that comes late, on a busy machine, still sees who was first."""
+
+    def __init__(self) -> None:
+        self._epoll = select.epoll()
+        self._followed: dict[int, int] = {}
+
+    def follow(self, name: int, key: ProcessKey) -> bool:
+        """Report the end of this process as ``name``; False when it has ended already."""
+        try:
+            handle = os.pidfd_open(key.pid)
+        except ProcessLookupError:
+            return False
+        if not processes.is_alive(key):
+            os.close(handle)
+            return False
+        self._followed[handle] = name
+        self._epoll.register(handle, select.EPOLLIN)
+        return True
+
+    def wait(self, seconds: float) -> None:
+        """Return after ``seconds``, or as soon as there is an end to look at."""
+        self._epoll.poll(seconds)
+
+    def look(self) -> list[int]:
+        """The names of those that ended since the last look."""
+        ended = []
+        for handle, _ in self._epoll.poll(0, max(1, len(self._followed))):
+            self._epoll.unregister(handle)
+            os.close(handle)
+            ended.append(self._followed.pop(handle))
+        return ended
+
+
 class Ranks:
     """The ranks of a step by the files they leave, and their stacks when something goes wrong."""
 
@@ -70,20 +106,36 @@ class Ranks:
         self._say = say
         self._keys: dict[int, ProcessKey] = {}
         self._ended: set[int] = set()
+        self._deaths = Deaths()
         self._asked_for_stacks = False
+
+    def wait(self, seconds: float) -> None:
+        """Return after ``seconds``, or as soon as a rank's process has ended."""
+        self._deaths.wait(seconds)
 
     def look(self) -> None:
         """Find ranks that started or ended; on the first that ended badly, have the others print their stacks."""
+        dead_before_seen = []
         for rank in range(self._num_ranks):
             if rank not in self._keys and (path := pid_file(self._folder, rank)).exists():
                 pid, start_ticks = path.read_text().split()
                 self._keys[rank] = ProcessKey(int(pid), int(start_ticks))
-            if rank in self._keys and rank not in self._ended and self._has_ended(rank):
-                self._ended.add(rank)
-                self._note_end(rank)
+                if not self._deaths.follow(rank, self._keys[rank]):
+                    dead_before_seen.append(rank)
+        newly_ended = self._in_order_of_their_ends([*dead_before_seen, *self._deaths.look()])
+        self._ended.update(newly_ended)
+        for rank in newly_ended:
+            self._note_end(rank)
 
-    def _has_ended(self, rank: int) -> bool:
-        return exit_file(self._folder, rank).exists() or not processes.is_alive(self._keys[rank])
+    def _in_order_of_their_ends(self, dead: list[int]) -> list[int]:
+        """The newly ended: ``dead``, in the order of their deaths, and those that live on after the end of their
+        script. Of two that reached their end, the one that did so first comes first, whoever took longer to die. (One
+        that did not was killed, by itself or by the launcher because another rank was dead: there deaths tell.)"""
+        lingering = [rank for rank in self._keys if rank not in dead and exit_file(self._folder, rank).exists()]
+        ended = [rank for rank in (*dead, *lingering) if rank not in self._ended]
+        ends = {rank: path.stat().st_mtime_ns for rank in ended if (path := exit_file(self._folder, rank)).exists()}
+        by_end = iter(sorted(ends, key=ends.__getitem__))
+        return [next(by_end) if rank in ends else rank for rank in ended]
 
     def _note_end(self, rank: int) -> None:
         path = exit_file(self._folder, rank)
@@ -92,15 +144,21 @@ class Ranks:
             return
         self.broken.append(rank)
         self._say(f"rank {rank} ended {how}")
-        self.ask_for_stacks(f"rank {rank} ended {how}")
+        if others := self._keys.keys() - self._ended:
+            self._ask_for_stacks(f"rank {rank} ended {how}", others)
 
     def ask_for_stacks(self, why: str) -> None:
-        """SIGUSR1 to every rank that has a handler for it; once a step, since the first look tells the story."""
+        """Have every rank print its stacks, unless some were asked before: the first look tells the story."""
+        self._ask_for_stacks(why, self._keys)
+
+    def _ask_for_stacks(self, why: str, ranks: Collection[int]) -> None:
+        """SIGUSR1 to those that have a handler for it."""
         if self._asked_for_stacks:
             return
         self._asked_for_stacks = True
         asked, deaf = [], []
-        for rank, key in self._keys.items():
+        for rank in sorted(ranks):
+            key = self._keys[rank]
             if not processes.is_alive(key):
                 continue
             has_handler = processes.catches_signal(key.pid, signal.SIGUSR1)

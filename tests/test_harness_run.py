@@ -233,9 +233,11 @@ def test_rank_that_dies_is_named_first(project: Project) -> None:
         1,
         """
         def wait_for_rank_1():
+            open("rank 0 waits", "x").close()
             time.sleep(1000)
         if rank == 1:
-            time.sleep(0.3)
+            while not os.path.exists("rank 0 waits"):
+                time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
         wait_for_rank_1()
         """,

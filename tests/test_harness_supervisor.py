@@ -17,7 +17,9 @@ import pytest
 from harness import processes
 from harness.holdings import FileKey, memfd_holders
 from harness.outcome import Outcome, read_outcome
+from harness.rank import exit_file, pid_file
 from harness.supervisor import temporary_folder
+from harness.watch import Ranks
 from tests.harness_project import PASSING, REPOSITORY, Project, processes_in, wait_until_gone
 
 LIMIT_S = 2.0
@@ -236,6 +238,36 @@ wait_for_a_peer_that_never_comes()
         assert foreign.exists()
     finally:
         foreign.unlink()
+
+
+def test_who_ended_first_is_known_to_a_late_look(tmp_path: Path) -> None:
+    """By their deaths; of those that reached their end, by that, whoever takes longer to die."""
+    children = [subprocess.Popen([sys.executable, "-c", SLEEPS], stdout=subprocess.DEVNULL) for _ in range(6)]
+    try:
+        for rank, child in enumerate(children):
+            found = processes.read_process(child.pid)
+            assert found is not None
+            pid_file(tmp_path, rank).write_text(f"{child.pid} {found.key.start_ticks}")
+        said: list[str] = []
+        ranks = Ranks(tmp_path, len(children), said.append)
+        ranks.look()
+        assert ranks.broken == []
+        exit_file(tmp_path, 5).write_text("1")  # the first, and it lives on
+        time.sleep(0.05)
+        exit_file(tmp_path, 1).write_text("1")
+        exit_file(tmp_path, 3).write_text("0")
+        for rank in (3, 4, 2, 1):
+            children[rank].kill()
+            children[rank].wait()
+        ranks.look()
+        assert ranks.broken == [5, 4, 2, 1]
+        assert said[0] == "rank 5 ended with exit code 1"
+        ranks.look()
+        assert ranks.broken == [5, 4, 2, 1]
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
 
 
 def test_memfd_holder_is_found() -> None:
