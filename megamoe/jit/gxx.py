@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-import subprocess
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
-from megamoe.jit.cache import Artifact, CompileError, get_or_build
+from megamoe.jit.cache import Artifact, get_or_build
+from megamoe.jit.command import run_compiler
 from megamoe.jit.sources import dependency_digests, is_toolchain_dir, write_generated
 
 # -ffp-contract=off: a fused multiply-add would make answers depend on the machine. -march=native is the caller's to
@@ -59,13 +59,13 @@ def build_shared_library(
 
         def compile_one(numbered: tuple[int, Path]) -> str:
             number, source = numbered
-            return _run([*compiler, *flags, *includes, "-c", str(source), "-o", str(scratch / f"{number}.o")])
+            return run_compiler([*compiler, *flags, *includes, "-c", str(source), "-o", str(scratch / f"{number}.o")])
 
         with ThreadPoolExecutor(max_workers=min(len(sources), os.cpu_count() or 1)) as pool:
             logs = list(pool.map(compile_one, enumerate(sources)))
         objects = [str(scratch / f"{number}.o") for number in range(len(sources))]
         kind = [] if executable else ["-shared"]
-        logs.append(_run([*compiler, *flags, *kind, *objects, "-o", str(folder / file_name)]))
+        logs.append(run_compiler([*compiler, *flags, *kind, *objects, "-o", str(folder / file_name)]))
         return "".join(logs)
 
     return get_or_build(name, ingredients, file_name, build)
@@ -86,18 +86,10 @@ def _compiler() -> tuple[str, ...]:
 
 @cache
 def _version(compiler: tuple[str, ...]) -> str:
-    return _run([*compiler, "--version"]) + _run([*compiler, "-dumpmachine"])
+    return run_compiler([*compiler, "--version"]) + run_compiler([*compiler, "-dumpmachine"])
 
 
 @cache
 def _native_flags(compiler: tuple[str, ...]) -> str:
     """What -march=native means on this CPU."""
-    return _run([*compiler, "-march=native", "-mtune=native", "-Q", "--help=target"])
-
-
-def _run(command: Sequence[str]) -> str:
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    said = done.stdout.decode(errors="replace")
-    if done.returncode != 0:
-        raise CompileError(shlex.join(command), f"exit code {done.returncode}\n{said}")
-    return said
+    return run_compiler([*compiler, "-march=native", "-mtune=native", "-Q", "--help=target"])

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import shlex
-import subprocess
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-from megamoe.jit.cache import CompileError
+from megamoe.jit.command import run_compiler
 from megamoe.jit.sources import find_nvcc
 
 
 def compile_to_cubin(source: Path, arguments: Sequence[str], scratch: Path) -> tuple[bytes, str]:
     """The cubin and nvcc's log, which has the lines of ptxas. Raises CompileError."""
     cubin = scratch / "nvcc.cubin"
-    log = _run([str(_nvcc()), "-cubin", *arguments, "-o", str(cubin), str(source)])
+    log = run_compiler([str(_nvcc()), "-cubin", *arguments, "-o", str(cubin), str(source)])
     return cubin.read_bytes(), log
 
 
@@ -23,7 +21,7 @@ def compile_to_cubin(source: Path, arguments: Sequence[str], scratch: Path) -> t
 def identity() -> tuple[str, ...]:
     """What tells this nvcc from another: its path and what --version prints (release and build)."""
     path = _nvcc().resolve()
-    return str(path), _run([str(path), "--version"])
+    return str(path), run_compiler([str(path), "--version"])
 
 
 def _nvcc() -> Path:
@@ -34,11 +32,3 @@ def _nvcc() -> Path:
             "install a CUDA 13 toolkit, or set MEGAMOE_COMPILER=nvrtc"
         )
     return path
-
-
-def _run(command: Sequence[str]) -> str:
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    said = done.stdout.decode(errors="replace")
-    if done.returncode != 0:
-        raise CompileError(shlex.join(command), f"exit code {done.returncode}\n{said}")
-    return said

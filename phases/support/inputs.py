@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
@@ -96,9 +96,6 @@ class Workload:
     @property
     def weights_kind(self) -> str:
         return "positive" if self.all_positive else "normal"
-
-    def renamed(self, name: str) -> Workload:
-        return replace(self, name=name)
 
 
 def generator(*key: object) -> torch.Generator:
