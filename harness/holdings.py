@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.jsonlines import read_json_lines
+from harness.jsonlines import read_sound_lines
 from harness.processes import PROC, Process, describe
 
 SHM_FOLDER = Path("/dev/shm")
@@ -42,7 +42,13 @@ class Holdings:
 
 def recorded_holdings(folder: Path) -> dict[FileKey, str]:
     """What a Holdings wrote down in a step's folder."""
-    return {FileKey(line["device"], line["inode"]): line["name"] for line in read_json_lines(folder / HOLDINGS_FILE)}
+    lines = read_sound_lines(folder / HOLDINGS_FILE)
+    files = [(line.get("device"), line.get("inode"), line.get("name")) for line in lines]
+    return {
+        FileKey(device, inode): name
+        for device, inode, name in files
+        if type(device) is int and type(inode) is int and type(name) is str
+    }
 
 
 def _is_shared_memory(name: str) -> bool:

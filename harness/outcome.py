@@ -43,6 +43,7 @@ class Outcome:
     message: str = ""
 
     def write(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)  # the step may have removed it
         target = folder / OUTCOME_FILE
         temporary = target.with_suffix(f".{os.getpid()}.tmp")
         temporary.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")

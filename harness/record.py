@@ -11,7 +11,7 @@ The script (rank 0) writes one JSON object a line, as it goes:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,42 @@ from harness.outcome import Outcome
 from harness.plan import Step
 
 RECORD_FILE = "record.jsonl"
-_FIELDS: Mapping[str, tuple[str, ...]] = {
-    "case": ("case", "ok"),
-    "view": ("case", "view", "compared", "wrong", "ok"),
-    "figure": ("name", "value"),
-    "dump": ("path",),
-    "end": ("ok",),
+
+
+def _is_text(value: object) -> bool:
+    """Without the lone surrogates that JSON allows and no file takes."""
+    return isinstance(value, str) and value.encode(errors="replace").decode() == value
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float)
+
+
+def _is_flag(value: object) -> bool:
+    return isinstance(value, bool)
+
+
+_Fields = Mapping[str, Callable[[object], bool]]
+_FIELDS: Mapping[str, _Fields] = {
+    "case": {"case": _is_text, "ok": _is_flag},
+    "view": {"case": _is_text, "view": _is_text, "compared": _is_count, "wrong": _is_count, "ok": _is_flag},
+    "figure": {"name": _is_text, "value": _is_number},
+    "dump": {"path": _is_text},
+    "end": {"ok": _is_flag},
 }
+_OPTIONAL: _Fields = {
+    "message": _is_text,
+    "skipped": _is_text,
+    "seconds": _is_number,
+    "max_error": _is_number,
+    "bound": _is_number,
+    "expect_empty": _is_flag,
+}
+"""May be null too."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +101,13 @@ class Record:
 def _problem_of(line: Mapping[str, Any]) -> str:
     kind = str(line.get("kind"))
     if kind not in _FIELDS:
-        return f"record line of unknown kind {kind!r}; there are {', '.join(_FIELDS)}"
+        return f"record line of unknown kind {kind[:60]!a}; there are {', '.join(_FIELDS)}"
     missing = [field for field in _FIELDS[kind] if field not in line]
-    return f"record line of kind {kind} without {', '.join(missing)}: {dict(line)}" if missing else ""
+    if missing:
+        return f"record line of kind {kind} without {', '.join(missing)}: {dict(line)!a}"
+    strange = [field for field, is_right in _FIELDS[kind].items() if not is_right(line[field])]
+    strange += [f for f, is_right in _OPTIONAL.items() if line.get(f) is not None and not is_right(line[f])]
+    return f"record line of kind {kind} with a strange {', '.join(strange)}: {dict(line)!a}"[:400] if strange else ""
 
 
 def read_record(path: Path) -> Record:

@@ -80,8 +80,9 @@ class BuildResult:
 
 def log_tails(folder: Path) -> dict[str, str]:
     """The last 30 lines of the launcher's and of every rank's log; empty logs are left out."""
-    paths = [folder / LAUNCHER_LOG, *sorted(folder.glob("rank*.log"), key=lambda path: int(path.stem[4:]))]
-    tails = {path.name: _last_lines(path) for path in paths if path.exists()}
+    of_ranks = [path for path in folder.glob("rank*.log") if re.fullmatch(r"rank[0-9]+", path.stem)]
+    paths = [folder / LAUNCHER_LOG, *sorted(of_ranks, key=lambda path: int(path.stem[4:]))]
+    tails = {path.name: _last_lines(path) for path in paths if path.is_file()}
     return {name: tail for name, tail in tails.items() if tail}
 
 

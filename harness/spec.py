@@ -103,7 +103,7 @@ class _Reader:
     def _groups(self, field: str, num_ranks: object, groups: object) -> tuple[str, ...]:
         if type(num_ranks) is not int or num_ranks < 1:
             raise self.fail(field, "a number of ranks from 1", num_ranks)
-        if not isinstance(groups, list) or not groups or not set(groups) <= set(GROUPS):
+        if not isinstance(groups, list) or not groups or not all(group in GROUPS for group in groups):
             raise self.fail(f"{field}.{num_ranks}", f"a list of {', '.join(GROUPS)}", groups)
         if ("single" in groups) and num_ranks != 1:
             raise self.fail(f"{field}.{num_ranks}", "group kind single with 1 rank only", groups)
@@ -117,7 +117,7 @@ def load_spec(path: Path) -> PhaseSpec:
         raise SpecError(f"{path}: its folder must be named phase<number>, got {path.parent.name!r}")
     try:
         values = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
         raise SpecError(f"{path}: not YAML: {error}") from error
     if not isinstance(values, dict):
         raise SpecError(f"{path}: expected a mapping with the fields {', '.join(_FIELDS)}, got {values!r}")

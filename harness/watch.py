@@ -12,7 +12,7 @@ from pathlib import Path
 
 from harness import processes
 from harness.holdings import Holdings, shm_snapshot
-from harness.jsonlines import read_json_lines
+from harness.jsonlines import read_sound_lines
 from harness.processes import Process, ProcessKey
 from harness.rank import exit_file, pid_file
 
@@ -58,7 +58,9 @@ class Watch:
 
 def recorded_processes(folder: Path) -> list[ProcessKey]:
     """Every process that a Watch wrote down for this step."""
-    return [ProcessKey(line["pid"], line["start_ticks"]) for line in read_json_lines(folder / PROCESSES_FILE)]
+    lines = read_sound_lines(folder / PROCESSES_FILE)
+    keys = [(line.get("pid"), line.get("start_ticks")) for line in lines]
+    return [ProcessKey(pid, ticks) for pid, ticks in keys if type(pid) is int and type(ticks) is int]
 
 
 class Deaths:
@@ -118,8 +120,10 @@ class Ranks:
         dead_before_seen = []
         for rank in range(self._num_ranks):
             if rank not in self._keys and (path := pid_file(self._folder, rank)).exists():
-                pid, start_ticks = path.read_text().split()
-                self._keys[rank] = ProcessKey(int(pid), int(start_ticks))
+                words = path.read_text(errors="replace").split()
+                if len(words) != 2 or not all(word.isdecimal() for word in words):
+                    continue  # not what a rank writes
+                self._keys[rank] = ProcessKey(int(words[0]), int(words[1]))
                 if not self._deaths.follow(rank, self._keys[rank]):
                     dead_before_seen.append(rank)
         newly_ended = self._in_order_of_their_ends([*dead_before_seen, *self._deaths.look()])

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from harness.holdings import HOLDINGS_FILE, FileKey, recorded_holdings
+from harness.jsonlines import MAX_CHARACTERS
 from harness.machine import Gpu, Machine
 from harness.outcome import Outcome
 from harness.plan import Plan, Request, Step, make_plan
+from harness.processes import ProcessKey
 from harness.record import Verdict, judge, read_record
-from harness.results import StepResult, exit_code
+from harness.results import StepResult, exit_code, log_tails
 from harness.spec import SpecError, load_spec, load_specs
+from harness.watch import PROCESSES_FILE, recorded_processes
 from tests.harness_project import PASSING, Project
 
 CLEAN = Outcome("exited", exit_code=0)
@@ -61,6 +66,14 @@ def test_passes(tmp_path: Path) -> None:
         ([CASE, VIEW, END | {"ok": False}], "the record ends with ok: false"),
         ([CASE, VIEW, {"kind": "vieww"}, END], "unknown kind 'vieww'"),
         ([CASE, {"kind": "view", "view": "x"}, END], "kind view without case, compared, wrong, ok"),
+        ([CASE, VIEW | {"compared": "10"}, END], "kind view with a strange compared"),
+        ([CASE, VIEW | {"compared": -10}, END], "kind view with a strange compared"),
+        ([CASE, VIEW | {"compared": 1e400, "wrong": None}, END], "kind view with a strange compared, wrong"),
+        ([CASE, VIEW | {"max_error": "big"}, END], "kind view with a strange max_error"),
+        ([CASE | {"case": ["small"], "ok": "no"}, VIEW, END], "kind case with a strange case, ok"),
+        ([CASE | {"message": "\ud800"}, VIEW, END], "kind case with a strange message"),
+        ([CASE, VIEW, {"kind": "figure", "name": "x", "value": [1]}, END], "kind figure with a strange value"),
+        ([CASE, VIEW, END | {"ok": "false"}], "kind end with a strange ok"),
         ([], "the record has no end"),
     ],
 )
@@ -122,6 +135,37 @@ def test_skipped_cases_are_told(tmp_path: Path) -> None:
     assert _judge(tmp_path, [skipped, END], Outcome("exited", exit_code=1)).status == "failed"
 
 
+def test_what_is_no_file_of_lines_is_a_problem_and_no_crash(tmp_path: Path) -> None:
+    path = tmp_path / "record.jsonl"
+    os.mkfifo(path)  # reading it would wait for ever
+    assert read_record(path).problem == f"{path}: not a regular file"
+    path.unlink()
+    path.mkdir()
+    assert read_record(path).problem == f"{path}: not a regular file"
+    path.rmdir()
+    path.write_text("[" * 100_000 + "\n")
+    assert f"{path}:1: not JSON" in read_record(path).problem
+    with path.open("w") as file:
+        file.truncate(MAX_CHARACTERS + 1)
+    assert read_record(path).problem == f"{path}: longer than {MAX_CHARACTERS} characters"
+
+
+def test_cleaning_up_reads_what_is_sound(tmp_path: Path) -> None:
+    lines = ["garbage", "[]", '{"pid": "x"}', '{"pid": 7, "start_ticks": 8}', "[" * 100_000, '{"pid": 9, "start']
+    (tmp_path / PROCESSES_FILE).write_text("\n".join(lines))
+    assert recorded_processes(tmp_path) == [ProcessKey(7, 8)]
+    lines = ["garbage", '{"device": 1, "inode": "x", "name": "n"}', '{"device": 1, "inode": 2, "name": "n"}']
+    (tmp_path / HOLDINGS_FILE).write_text("\n".join(lines))
+    assert recorded_holdings(tmp_path) == {FileKey(1, 2): "n"}
+
+
+def test_logs_are_those_that_ranks_write(tmp_path: Path) -> None:
+    (tmp_path / "rank1.log").write_text("one\n")
+    (tmp_path / "rankX.log").write_text("not a rank's\n")
+    (tmp_path / "rank2.log").mkdir()
+    assert log_tails(tmp_path) == {"rank1.log": "one"}
+
+
 def test_half_a_last_line_is_forgiven_and_half_a_first_is_not(tmp_path: Path) -> None:
     path = tmp_path / "record.jsonl"
     path.write_text(json.dumps(CASE) + '\n{"kind": "vi')
@@ -151,6 +195,7 @@ def test_half_a_last_line_is_forgiven_and_half_a_first_is_not(tmp_path: Path) ->
         ({"views": "x"}, "views: expected a list of names, got 'x'"),
         ({"holds": ""}, "holds: expected a text, got ''"),
         ({"colour": "red"}, "unknown fields: ['colour']"),
+        ({"targets": {"host": {"ranks": {1: [["single"]]}}}}, "targets.host.ranks.1: expected a list of single"),
     ],
 )
 def test_spec_that_cannot_be_used(tmp_path: Path, fields: dict[str, Any], words: str) -> None:
@@ -168,6 +213,9 @@ def test_spec_without_a_field_or_a_gate(tmp_path: Path) -> None:
         load_specs(path.parent.parent)
     path.write_text("name: x\n")
     with pytest.raises(SpecError, match="missing fields: \\['stage', 'holds'"):
+        load_spec(path)
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(SpecError, match="not YAML"):
         load_spec(path)
     path.write_text("a: [")
     with pytest.raises(SpecError, match="not YAML"):

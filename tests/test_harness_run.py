@@ -123,6 +123,15 @@ def test_failing_gate(project: Project) -> None:
     assert call.statuses() == {"1-1-single": "failed", "2-1-single": "blocked"}
 
 
+def test_step_that_removes_its_folder_fails_and_the_run_goes_on(project: Project) -> None:
+    project.phase(1, "pass_all(); import shutil; shutil.rmtree(os.environ['MEGAMOE_RUN_DIR'])")
+    project.phase(2, PASSING)
+    call = project.call("run", "--target", "host")
+    assert call.code == 1
+    assert call.statuses() == {"1-1-single": "failed", "2-1-single": "passed"}
+    assert processes_in(project.root) == []
+
+
 def test_time_out(project: Project) -> None:
     """Status 'timed out' with stacks and the last lines of the log in the failure's text."""
     project.phase(1, HANGS)
