@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -211,6 +212,36 @@ def test_damaged_entry_is_built_again(victim: str, damage: str) -> None:
     assert builds == ["entry", "entry"]
     assert again.path.read_text() == "a text of some length"
     assert make("entry", "a text of some length", builds).cached
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
+def test_what_is_finished_in_a_read_only_cache_is_used(
+    private_cache: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    make("entry")
+    monkeypatch.setattr(cache, "_held", {})
+    real_open = os.open
+
+    def open_to_read(path: os.PathLike[str] | str, flags: int, *rest: int, **options: int) -> int:
+        if flags & (os.O_RDWR | os.O_WRONLY | os.O_CREAT):
+            raise OSError(number, os.strerror(number), os.fspath(path))
+        return real_open(path, flags, *rest, **options)
+
+    def refuse(path: Path) -> None:
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr(os, "open", open_to_read)
+    monkeypatch.setattr(os, "utime", refuse)
+    assert make("entry").cached
+    with pytest.raises(OSError):
+        make("another")
+
+
+def test_a_cache_that_cannot_be_made_says_what_to_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("MEGAMOE_CACHE_DIR", str(tmp_path / "file"))
+    with pytest.raises(OSError, match=r"cache folder .*file cannot be made \(.*\): MEGAMOE_CACHE_DIR names another"):
+        make("entry")
 
 
 def test_hit_returns_what_the_build_said() -> None:

@@ -11,6 +11,7 @@ Locks are flock(2): the kernel drops them when their holder dies, however it die
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -92,8 +93,11 @@ def get_or_build(
     canonical = json.dumps({"schema": _SCHEMA, "name": name, **ingredients}, sort_keys=True)
     key = hashlib.sha256(canonical.encode()).hexdigest()[:40]
     root = cache_dir()
-    for folder in ("entries", "locks", "scratch"):
-        (root / folder).mkdir(parents=True, exist_ok=True)
+    try:
+        for folder in ("entries", "locks", "scratch"):
+            (root / folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(f"cache folder {root} cannot be made ({error}): MEGAMOE_CACHE_DIR names another") from error
     entry = root / "entries" / f"{name}-{key}"
 
     # From here on no eviction takes this key away, so what was verified stays.
@@ -151,7 +155,7 @@ def _load(entry: Path, file_name: str, *, cached: bool = True) -> Artifact | Non
         if any(_sha256(entry / name) != digest for name, digest in files.items()):
             return None
         log = (entry / _LOG).read_text()
-        os.utime(entry / _MANIFEST)  # its time is that of the last use; eviction goes by it
+        _touch(entry / _MANIFEST)
     except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError, ValueError, KeyError, TypeError, AttributeError):
         return None
     return Artifact(entry / file_name, log, seconds, cached)
@@ -159,6 +163,8 @@ def _load(entry: Path, file_name: str, *, cached: bool = True) -> Artifact | Non
 
 # --- locks -----------------------------------------------------------------------------------------------------------
 
+_NOT_OURS_TO_WRITE = (errno.EACCES, errno.EPERM, errno.EROFS)
+"""Another user's cache, or one in a read-only image: what is finished there can be used."""
 _held: dict[Path, int] = {}
 _held_guard = threading.Lock()
 
@@ -174,7 +180,12 @@ def _use_lock(root: Path, key: str) -> Path:
 def _acquire(path: Path, how: int) -> int:
     """An open, locked file. Raises BlockingIOError if `how` has LOCK_NB and another holds it."""
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            if error.errno not in _NOT_OURS_TO_WRITE:
+                raise
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # which is enough for a lock
         try:
             fcntl.flock(descriptor, how)
             # An eviction may have removed the file between open and lock; such a lock excludes nobody.
@@ -238,6 +249,15 @@ def _remove_unless_held(root: Path, entry: Path) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def _touch(manifest: Path) -> None:
+    """Its time is that of the last use; eviction goes by it."""
+    try:
+        os.utime(manifest)
+    except OSError as error:
+        if error.errno not in _NOT_OURS_TO_WRITE:
+            raise
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
