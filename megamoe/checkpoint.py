@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megamoe.config import SCALE_BLOCK
-from megamoe.quant import quantize_weights
+from megamoe.quant import is_fp32, quantize_weights
 from megamoe.routing import RouterConfig
 from megamoe.weights import L1Weights, L2Weights, transform_weights_for_mega_moe
 
@@ -70,6 +70,9 @@ class Checkpoint:
             weight_map = _read_json(index).get("weight_map")
             if not isinstance(weight_map, dict):
                 raise CheckpointError(f"{index}: no 'weight_map' in it")
+            for tensor, shard in weight_map.items():
+                if not isinstance(shard, str):
+                    raise CheckpointError(f"{index}: {tensor} is in {shard!r}, expected the name of a shard")
             return weight_map
         if (self.folder / _SINGLE).exists():
             return None
@@ -161,7 +164,7 @@ def describe_layer(config: Mapping[str, Any], layer: int) -> MoELayer:
 
 def _describe_deepseek_v3(config: Mapping[str, Any], layer: int) -> MoELayer:
     first_moe = _integer(config, "first_k_dense_replace", 0)
-    frequency = _integer(config, "moe_layer_freq", 1)
+    frequency = _step(config, "moe_layer_freq")
     if layer < first_moe:
         raise CheckpointError(f"layer {layer} is dense: first_k_dense_replace is {first_moe}")
     if layer % frequency:
@@ -173,8 +176,8 @@ def _describe_deepseek_v3(config: Mapping[str, Any], layer: int) -> MoELayer:
         scoring="sigmoid",
         num_experts=_integer(config, "n_routed_experts"),
         num_topk=_integer(config, "num_experts_per_tok"),
-        normalize_weights=bool(config.get("norm_topk_prob", True)),
-        routed_scaling_factor=float(config.get("routed_scaling_factor", 1.0)),
+        normalize_weights=_flag(config, "norm_topk_prob", True),
+        routed_scaling_factor=_number(config, "routed_scaling_factor", 1.0),
         num_groups=_integer(config, "n_group", 1),
         topk_groups=_integer(config, "topk_group", 1),
     )
@@ -182,9 +185,12 @@ def _describe_deepseek_v3(config: Mapping[str, Any], layer: int) -> MoELayer:
 
 
 def _describe_qwen3_moe(config: Mapping[str, Any], layer: int) -> MoELayer:
-    if layer in (config.get("mlp_only_layers") or []):
+    dense = config.get("mlp_only_layers") or []
+    if not isinstance(dense, list):
+        raise CheckpointError(f"config.json: mlp_only_layers is {dense!r}, expected a list")
+    if layer in dense:
         raise CheckpointError(f"layer {layer} is dense: mlp_only_layers lists it")
-    step = _integer(config, "decoder_sparse_step", 1)
+    step = _step(config, "decoder_sparse_step")
     if (layer + 1) % step:
         raise CheckpointError(f"layer {layer} is dense: decoder_sparse_step is {step}")
     router = _router(
@@ -192,7 +198,7 @@ def _describe_qwen3_moe(config: Mapping[str, Any], layer: int) -> MoELayer:
         # transformers 5 writes num_local_experts where the published checkpoints have num_experts
         num_experts=_integer(config, "num_experts" if "num_experts" in config else "num_local_experts"),
         num_topk=_integer(config, "num_experts_per_tok"),
-        normalize_weights=bool(config.get("norm_topk_prob", False)),
+        normalize_weights=_flag(config, "norm_topk_prob", False),
     )
     return _layer(config, layer, router, has_correction_bias=False)
 
@@ -352,7 +358,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds {type(content).__name__}, expected an object")
@@ -368,3 +374,29 @@ def _integer(config: Mapping[str, Any], key: str, default: int | None = None) ->
     if not isinstance(value, int) or isinstance(value, bool):
         raise CheckpointError(f"config.json: {key} is {value!r}, expected an integer")
     return value
+
+
+def _step(config: Mapping[str, Any], key: str) -> int:
+    """Every how many layers an MoE layer comes."""
+    value = _integer(config, key, 1)
+    if value < 1:
+        raise CheckpointError(f"config.json: {key} is {value}, expected at least 1")
+    return value
+
+
+def _flag(config: Mapping[str, Any], key: str, default: bool) -> bool:
+    value = config.get(key)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise CheckpointError(f"config.json: {key} is {value!r}, expected true or false")
+    return value
+
+
+def _number(config: Mapping[str, Any], key: str, default: float) -> float:
+    value = config.get(key)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not is_fp32(value):
+        raise CheckpointError(f"config.json: {key} is {value!r}, expected a finite number")
+    return float(value)

@@ -14,6 +14,7 @@ An infinite value makes ``sf`` infinite and itself NaN (inf * 0), so its row is 
 from __future__ import annotations
 
 import math
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from torch import Tensor
 from megamoe.config import SCALE_BLOCK
 
 E4M3 = torch.float8_e4m3fn
+FP32 = torch.finfo(torch.float32)
 E4M3_MAX = 448.0
 """Largest finite e4m3 value."""
 E4M3_NAN_BITS = 0x7F
@@ -37,6 +39,11 @@ def describe(value: object) -> str:
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)} on {value.device}"
     return f"{type(value).__name__} {value!r}"
+
+
+def is_fp32(value: object) -> bool:
+    """Whether it is a finite number within the range of fp32."""
+    return isinstance(value, Real) and bool(-FP32.max <= value <= FP32.max)
 
 
 def e4m3_rn_sat(values: Tensor) -> Tensor:

@@ -152,6 +152,13 @@ def config_error(config: dict[str, Any], layer: int = LAYER, **changes: Any) -> 
         (QWEN_CONFIG, LAYER, {"hidden_size": 200}, "hidden_size is 200, expected a multiple of 128"),
         (QWEN_CONFIG, LAYER, {"moe_intermediate_size": None}, "config.json has no 'moe_intermediate_size'"),
         (QWEN_CONFIG, LAYER, {"num_experts": "16"}, "num_experts is '16', expected an integer"),
+        (QWEN_CONFIG, LAYER, {"decoder_sparse_step": 0}, "decoder_sparse_step is 0, expected at least 1"),
+        (QWEN_CONFIG, LAYER, {"mlp_only_layers": 5}, "mlp_only_layers is 5, expected a list"),
+        (QWEN_CONFIG, LAYER, {"norm_topk_prob": "false"}, "norm_topk_prob is 'false', expected true or false"),
+        (DEEPSEEK_CONFIG, LAYER, {"moe_layer_freq": 0}, "moe_layer_freq is 0, expected at least 1"),
+        (DEEPSEEK_CONFIG, LAYER, {"routed_scaling_factor": [1]}, "routed_scaling_factor is [1], expected a finite"),
+        (DEEPSEEK_CONFIG, LAYER, {"routed_scaling_factor": 10**400}, ", expected a finite number"),
+        (DEEPSEEK_CONFIG, LAYER, {"routed_scaling_factor": float("nan")}, "is nan, expected a finite number"),
         (
             DEEPSEEK_CONFIG,
             LAYER,
@@ -238,8 +245,15 @@ def test_files_that_are_not_there_or_not_readable(tmp_path: Path) -> None:
     assert "config.json cannot be read as JSON" in error(tmp_path)
     (tmp_path / "config.json").write_text("[]")
     assert "config.json holds list, expected an object" in error(tmp_path)
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    assert "config.json cannot be read as JSON" in error(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(QWEN_CONFIG))
     assert "neither model.safetensors nor model.safetensors.index.json is there" in error(tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    for shard in (5, None, ["a"]):
+        index.write_text(json.dumps({"weight_map": {"x": shard}}))
+        assert f"{index}: x is in {shard!r}, expected the name of a shard" in error(tmp_path)
+    index.unlink()
     whole = save_file({"x": torch.zeros(1000)}, tmp_path / "x") or (tmp_path / "x").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(whole[:-1])
     assert f"shard {tmp_path / 'model.safetensors'} cannot be read as safetensors" in error(tmp_path)
