@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -13,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megamoe.buffer import SymmBuffer, VirtualSymmBuffer, default_timeout_s, open_buffers, withdraw
-from megamoe.config import ACCUM_DEBUG_EDGE, SCALE_BLOCK, MegaMoEConfig, Stage
+from megamoe.config import ACCUM_DEBUG_EDGE, SCALE_BLOCK, MegaMoEConfig, Stage, is_count
 from megamoe.groups import VirtualGroup, as_group
 from megamoe.layout import buffer_layout
-from megamoe.quant import describe
+from megamoe.quant import FP32, describe, is_fp32
 from megamoe.schedule import DEFAULT_SCHEDULE, Schedule, override_schedule
 from megamoe.targets.host import ROLE_NAMES
 from megamoe.weights import L1Weights, L2Weights, check_transformed_weights
@@ -106,8 +105,10 @@ def get_symm_buffer_for_mega_moe(
     """
     inner = as_group(group)
     try:
-        if max_ctas is not None and max_ctas < 1:
-            raise ValueError(f"max_ctas must be at least 1 or None, got {max_ctas}")
+        if max_ctas is not None and not is_count(max_ctas):
+            raise ValueError(f"max_ctas must be at least 1 or None, got {max_ctas!r}")
+        if schedule is not None and not isinstance(schedule, Schedule):
+            raise ValueError(f"schedule: got {schedule!r}, expected a megamoe.Schedule or None")
         config = make_config(
             inner.num_ranks,
             num_experts,
@@ -226,34 +227,39 @@ def launch_mega_moe(
         role_times: int64 [number of roles] (``targets.host.ROLE_NAMES``) to which workers add nanoseconds.
         stream: another stream of the target.
     """
+    _check_buffer(sym_buffer)
+    with sym_buffer.lock:
+        sym_buffer._require_open()
+        arguments = sym_buffer.arguments
+        tokens = _check_y(y, num_tokens, sym_buffer)
+        if not sym_buffer.known_weights.put_known(arguments, l1_weights, l2_weights):
+            _check_weights(l1_weights, l2_weights, sym_buffer)
+            sym_buffer.known_weights.put_new(arguments, l1_weights, l2_weights)
+        _check_choices(recipe, activation, activation_clamp, fast_math)
+        stats = cumulative_local_expert_recv_stats
+        if stats is not None:
+            _check_stats(stats, sym_buffer)
+        word = num_tokens if isinstance(num_tokens, Tensor) else None
+        # One struct a buffer, of which every launch sets every field: making one costs more.
+        arguments.y = y.data_ptr() if tokens else 0
+        arguments.recv_stats = 0 if stats is None else stats.data_ptr()
+        arguments.num_tokens_word = 0 if word is None else word.data_ptr()
+        arguments.timeout_ns = int(sym_buffer.timeout_s * 1e9)
+        arguments.launch = next(_launch_numbers)
+        arguments.num_tokens = tokens
+        arguments.has_clamp = activation_clamp is not None
+        arguments.activation_clamp = activation_clamp or 0.0
+        arguments.fast_math = bool(fast_math)
+        _set_bring_up(arguments, sym_buffer.config, stage, debug, role_times)
+        sym_buffer.launch(arguments, (y, l1_weights, l2_weights, stats, word, role_times), stream=stream)
+
+
+def _check_buffer(sym_buffer: object) -> None:
     if not isinstance(sym_buffer, SymmBuffer):
         raise ValueError(
             f"sym_buffer: got {type(sym_buffer).__name__}, expected one rank's SymmBuffer"
             + (" (take one of .ranks)" if isinstance(sym_buffer, VirtualSymmBuffer) else "")
         )
-    sym_buffer._require_open()
-    arguments = sym_buffer.arguments
-    tokens = _check_y(y, num_tokens, sym_buffer)
-    if not sym_buffer.known_weights.put_known(arguments, l1_weights, l2_weights):
-        _check_weights(l1_weights, l2_weights, sym_buffer)
-        sym_buffer.known_weights.put_new(arguments, l1_weights, l2_weights)
-    _check_choices(recipe, activation, activation_clamp)
-    stats = cumulative_local_expert_recv_stats
-    if stats is not None:
-        _check_stats(stats, sym_buffer)
-    word = num_tokens if isinstance(num_tokens, Tensor) else None
-    # One struct a buffer, of which every launch sets every field: making one costs more.
-    arguments.y = y.data_ptr() if tokens else 0
-    arguments.recv_stats = 0 if stats is None else stats.data_ptr()
-    arguments.num_tokens_word = 0 if word is None else word.data_ptr()
-    arguments.timeout_ns = int(sym_buffer.timeout_s * 1e9)
-    arguments.launch = next(_launch_numbers)
-    arguments.num_tokens = tokens
-    arguments.has_clamp = activation_clamp is not None
-    arguments.activation_clamp = activation_clamp or 0.0
-    arguments.fast_math = fast_math
-    _set_bring_up(arguments, sym_buffer.config, stage, debug, role_times)
-    sym_buffer.launch(arguments, (y, l1_weights, l2_weights, stats, word, role_times), stream=stream)
 
 
 def _check_weights(l1_weights: L1Weights, l2_weights: L2Weights, sym_buffer: SymmBuffer) -> None:
@@ -279,13 +285,16 @@ def _set_bring_up(
 
 def dummy_run(l1_weights: L1Weights, l2_weights: L2Weights, sym_buffer: SymmBuffer) -> None:
     """Take part in a launch with no token of one's own, as an idle rank must."""
+    _check_buffer(sym_buffer)
     y = torch.empty(0, sym_buffer.config.hidden, dtype=torch.bfloat16, device=sym_buffer.device)
     fp8_mega_moe(y, l1_weights, l2_weights, sym_buffer)
 
 
 def warmup(sym_buffer: SymmBuffer | VirtualSymmBuffer) -> None:
     """Compile and load everything that launches on this buffer need, before traffic. Collective."""
-    for buffer in sym_buffer.ranks if isinstance(sym_buffer, VirtualSymmBuffer) else [sym_buffer]:
+    buffers = sym_buffer.ranks if isinstance(sym_buffer, VirtualSymmBuffer) else [sym_buffer]
+    for buffer in buffers:
+        _check_buffer(buffer)
         buffer.load()
     sym_buffer._group.barrier()
 
@@ -313,15 +322,20 @@ def _check_y(y: Tensor, num_tokens: int | Tensor | None, sym_buffer: SymmBuffer)
     return num_tokens
 
 
-def _check_choices(recipe: tuple[int, int, int], activation: str, activation_clamp: float | None) -> None:
+def _check_choices(
+    recipe: tuple[int, int, int], activation: str, activation_clamp: float | None, fast_math: bool
+) -> None:
     if not isinstance(recipe, (tuple, list)) or tuple(recipe) != RECIPE:
         raise ValueError(f"recipe: got {recipe!r}, expected {RECIPE}")
     if activation != "swiglu":
         raise ValueError(f"activation: got {activation!r}, expected 'swiglu'")
-    if activation_clamp is not None and not (
-        isinstance(activation_clamp, (int, float)) and activation_clamp > 0 and math.isfinite(activation_clamp)
-    ):
-        raise ValueError(f"activation_clamp: got {activation_clamp!r}, expected a positive finite number or None")
+    if activation_clamp is not None and not (is_fp32(activation_clamp) and activation_clamp >= FP32.tiny):
+        raise ValueError(
+            f"activation_clamp: got {activation_clamp!r}, expected a positive finite number or None ({FP32.tiny:.3g} "
+            f"to {FP32.max:.3g}, fp32)"
+        )
+    if not isinstance(fast_math, (bool, int)):
+        raise ValueError(f"fast_math: got {fast_math!r}, expected a bool")
 
 
 def _check_stats(stats: Tensor, sym_buffer: SymmBuffer) -> None:
@@ -351,9 +365,11 @@ def _check_role_times(role_times: Tensor) -> None:
 
 
 def _check_debug(debug: DebugWindow, config: MegaMoEConfig) -> None:
+    if not isinstance(debug, DebugWindow):
+        raise ValueError(f"debug: got {debug!r}, expected a megamoe.DebugWindow or None")
     for name, value, size in (
         ("row_block", debug.row_block, config.num_pool_rows),
         ("column_block", debug.column_block, config.l1_columns),
     ):
-        if not 0 <= value * ACCUM_DEBUG_EDGE < size:
-            raise ValueError(f"debug.{name}: got {value}, expected a block of {ACCUM_DEBUG_EDGE} within {size}")
+        if not isinstance(value, int) or not 0 <= value * ACCUM_DEBUG_EDGE < size:
+            raise ValueError(f"debug.{name}: got {value!r}, expected a block of {ACCUM_DEBUG_EDGE} within {size}")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import math
 import os
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Sequence
@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megamoe.config import MegaMoEConfig
+from megamoe.config import MegaMoEConfig, is_count
 from megamoe.faults import Fault, MegaMoEFault, read_fault_records
 from megamoe.groups import DistributedGroup, LocalGroup, VirtualGroup, as_group
 from megamoe.layout import LAUNCH_STRUCT, MAX_FAULT_RECORDS, NUM_BANKS, BufferLayout, Region, buffer_layout
-from megamoe.quant import describe, quantize_activations
+from megamoe.quant import describe, is_fp32, quantize_activations
 from megamoe.targets import get_target
 from megamoe.weights import L1Weights, L2Weights
 
@@ -151,12 +151,15 @@ class SymmBuffer:
         self.timeout_s = timeout_s
         self.arguments: Any = LAUNCH_STRUCT.ctype()
         """Of the launch that is being made; a target copies what it queues."""
+        self.lock = threading.RLock()
+        """Held while a launch is made, faults are read or the buffer is closed: threads may share a buffer."""
         self.known_weights = KnownWeights()
         self._check_every = check_every
         self._launches = 0
         self._reported_faults = 0
         self._polled: list[Fault] = []  # records that are still in the buffer and were reported
         self._closed = False
+        self._pid = os.getpid()
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{self.layout.num_bytes} bytes, epoch {self.epoch}"
@@ -180,8 +183,10 @@ class SymmBuffer:
             ValueError: no such region, or the buffer is closed.
         """
         self._require_open()
-        if name not in self.layout.by_name:
+        if not isinstance(name, str) or name not in self.layout.by_name:
             raise ValueError(f"name must be a region of the layout ({', '.join(self.layout.by_name)}), got {name!r}")
+        if rank is not None and rank not in range(self.config.num_ranks):
+            raise ValueError(f"rank must be 0 to {self.config.num_ranks - 1} or None, got {rank!r}")
         region = self.layout[name]
         memory = self._rank.memory if rank is None else self._rank.peer_memory(rank)
         whole = _region_view(memory, region)
@@ -224,6 +229,8 @@ class SymmBuffer:
         for name, tensor in (("x", x), ("topk_idx", topk_idx), ("topk_weights", topk_weights)):
             if not isinstance(tensor, Tensor) or tensor.device != self.device:
                 raise ValueError(f"{name}: got {describe(tensor)}, expected a tensor on the buffer's {self.device}")
+            if tensor.layout is not torch.strided:
+                raise ValueError(f"{name}: got {describe(tensor)} of layout {tensor.layout}, expected a dense tensor")
         config, tokens = self.config, x.shape[0] if x.dim() == 2 else -1
         if x.dim() != 2 or x.shape[1] != config.hidden or x.dtype not in (torch.bfloat16, torch.float32):
             raise ValueError(f"x: got {describe(x)}, expected bf16 or fp32 [tokens, {config.hidden}]")
@@ -233,8 +240,8 @@ class SymmBuffer:
             raise ValueError(f"topk_idx: got {describe(topk_idx)}, expected int32 or int64 {list(routes)}")
         if tuple(topk_weights.shape) != routes or topk_weights.dtype != torch.float32:
             raise ValueError(f"topk_weights: got {describe(topk_weights)}, expected fp32 {list(routes)}")
-        if not math.isfinite(routed_scaling_factor):
-            raise ValueError(f"routed_scaling_factor: got {routed_scaling_factor!r}, expected a finite number")
+        if not is_fp32(routed_scaling_factor):
+            raise ValueError(f"routed_scaling_factor: got {routed_scaling_factor!r}, expected a finite number (fp32)")
         if self.device.type == "cuda":
             self._rank.fill(x, topk_idx, topk_weights, routed_scaling_factor, ue8m0)
             return tokens
@@ -281,7 +288,9 @@ class SymmBuffer:
         # A launch whose peers are gone ends within the deadline, once for each launch that was queued.
         if not self._rank.synchronize():
             raise MegaMoEFault(f"rank {self.rank}: a launch did not end")
-        self._raise_for_faults(idle=True)
+        with self.lock:
+            self._require_open()
+            self._raise_for_faults(idle=True)
 
     def _raise_for_faults(self, *, idle: bool) -> None:
         status = self._rank.status
@@ -334,14 +343,19 @@ class SymmBuffer:
 
     def close(self) -> None:
         """Give the memory back once no view is left. Waits for this rank's own launches, for no other rank."""
-        if not self._closed:
-            self._rank.synchronize()
-            self._rank.close()
-            self._closed = True
+        with self.lock:
+            if not self._closed:
+                self._rank.synchronize()
+                self._rank.close()
+                self._closed = True
 
     def _require_open(self) -> None:
         if self._closed:
             raise ValueError(f"sym_buffer: the buffer of rank {self.rank} is closed, expected an open one")
+        if self._pid != os.getpid():  # what it wrote would be in the parent's buffer
+            raise ValueError(
+                f"sym_buffer: got one of process {self._pid}: a forked child cannot launch on it or use it"
+            )
 
 
 class VirtualSymmBuffer:
@@ -449,9 +463,9 @@ def _agree(group: LocalGroup | DistributedGroup, config: MegaMoEConfig) -> None:
 
 
 def _check_options(timeout_s: float, check_every: int | None) -> None:
-    if not isinstance(timeout_s, (int, float)) or not 0 < timeout_s <= MAX_TIMEOUT_S:
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 < timeout_s <= MAX_TIMEOUT_S:
         raise ValueError(f"timeout_s must be above 0 and at most {MAX_TIMEOUT_S:g} seconds, got {timeout_s!r}")
-    if check_every is not None and (not isinstance(check_every, int) or check_every < 1):
+    if check_every is not None and not is_count(check_every):
         raise ValueError(f"check_every must be at least 1 or None, got {check_every!r}")
 
 
@@ -478,7 +492,8 @@ def open_buffers(
         withdraw(inner, error)
         raise
     _agree(inner, config)
-    ranks = get_target(inner.target).open_ranks(inner, buffer_layout(config), max_workers)
+    with torch.inference_mode(False):  # a buffer made for inference must be writable afterwards too
+        ranks = get_target(inner.target).open_ranks(inner, buffer_layout(config), max_workers)
     buffers = [SymmBuffer(rank, inner, timeout_s, check_every) for rank in ranks]
     if isinstance(inner, LocalGroup):
         return VirtualSymmBuffer(buffers, inner)

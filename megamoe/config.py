@@ -39,6 +39,11 @@ def round_up(value: int, multiple: int) -> int:
     return ceil_div(value, multiple) * multiple
 
 
+def is_count(value: object) -> bool:
+    """Whether it is an integer of at least 1."""
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise ValueError(message)
@@ -82,10 +87,7 @@ class MegaMoEConfig:
         for name, value in vars(self).items():
             if name == "pool_rows" and value is None:
                 continue
-            _require(
-                isinstance(value, int) and not isinstance(value, bool) and value > 0,
-                f"{name} must be a positive integer, got {value!r}",
-            )
+            _require(is_count(value), f"{name} must be a positive integer, got {value!r}")
         _require(self.num_ranks <= MAX_RANKS, f"num_ranks must be at most {MAX_RANKS}, got {self.num_ranks}")
         _require(
             self.num_experts % self.num_ranks == 0,

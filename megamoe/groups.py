@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from megamoe.config import MAX_RANKS
+from megamoe.config import MAX_RANKS, is_count
 
 TARGETS = ("host", "sm90")
 
@@ -30,12 +30,14 @@ class VirtualGroup:
     num_gpus: int | None = None
 
     def __post_init__(self) -> None:
-        if not 1 <= self.num_ranks <= MAX_RANKS:
-            raise ValueError(f"num_ranks must be 1 to {MAX_RANKS}, got {self.num_ranks}")
+        if not is_count(self.num_ranks) or self.num_ranks > MAX_RANKS:
+            raise ValueError(f"num_ranks must be 1 to {MAX_RANKS}, got {self.num_ranks!r}")
         if self.target not in TARGETS:
             raise ValueError(f"target must be one of {TARGETS}, got {self.target!r}")
-        if self.num_workers < 1:
-            raise ValueError(f"num_workers must be at least 1, got {self.num_workers}")
+        if not is_count(self.num_workers):
+            raise ValueError(f"num_workers must be at least 1, got {self.num_workers!r}")
+        if self.num_gpus is not None and not is_count(self.num_gpus):
+            raise ValueError(f"num_gpus must be at least 1 or None, got {self.num_gpus!r}")
 
 
 class Group(Protocol):

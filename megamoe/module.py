@@ -58,6 +58,8 @@ class MegaMoE(torch.nn.Module):
         **buffer_options: Any,
     ) -> None:
         super().__init__()
+        if not isinstance(weights, (tuple, list)) or len(weights) != 2:
+            raise ValueError(f"weights: got {type(weights).__name__}, expected (l1, l2)")
         l1, l2 = weights
         if not isinstance(l1, L1Weights) or not isinstance(l2, L2Weights):
             l1, l2 = transform_weights_for_mega_moe(l1, l2)
@@ -102,7 +104,7 @@ class MegaMoE(torch.nn.Module):
             raise ValueError(f"x: got {describe(x)}, expected bf16 or fp32 [..., {hidden}]")
         leading = x.shape[:-1]
         for name, tensor in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
-            if not isinstance(tensor, Tensor) or tensor.shape[:-1] != leading:
+            if not isinstance(tensor, Tensor) or tensor.dim() < 1 or tensor.shape[:-1] != leading:
                 raise ValueError(
                     f"{name}: got {describe(tensor)}, expected {list(leading)} routes like x {list(x.shape)}"
                 )

@@ -190,10 +190,15 @@ def test_activation(buffer: SymmBuffer, activation: Any) -> None:
     refused(buffer, (f"activation: got {activation!r}", "expected 'swiglu'"), activation=activation)
 
 
-@pytest.mark.parametrize("clamp", [0, 0.0, -1.0, float("inf"), float("nan"), "10"])
+@pytest.mark.parametrize("clamp", [0, 0.0, -1.0, float("inf"), float("nan"), "10", 1e-300, 1e300, 10**400])
 def test_activation_clamp(buffer: SymmBuffer, clamp: Any) -> None:
     words = (f"activation_clamp: got {clamp!r}", "expected a positive finite number or None")
     refused(buffer, words, activation_clamp=clamp)
+
+
+@pytest.mark.parametrize("fast_math", [None, "yes"])
+def test_fast_math(buffer: SymmBuffer, fast_math: Any) -> None:
+    refused(buffer, (f"fast_math: got {fast_math!r}", "expected a bool"), fast_math=fast_math)
 
 
 def test_stage(buffer: SymmBuffer) -> None:
@@ -205,6 +210,8 @@ def test_debug_window(buffer: SymmBuffer) -> None:
     refused(buffer, ("debug.row_block: got 99", "expected a block of 128 within"), debug=DebugWindow(row_block=99))
     refused(buffer, ("debug.column_block: got 2", "within 256"), debug=DebugWindow(column_block=2))
     refused(buffer, ("debug.column_block: got -1",), debug=DebugWindow(column_block=-1))
+    refused(buffer, ("debug.row_block: got 0.5",), debug=DebugWindow(row_block=0.5))  # type: ignore[arg-type]
+    refused(buffer, ("debug: got 5, expected a megamoe.DebugWindow or None",), debug=5)
 
 
 def test_role_times(buffer: SymmBuffer) -> None:
@@ -221,6 +228,12 @@ def test_a_closed_stream(buffer: SymmBuffer) -> None:
         HostStream(0)
 
 
+def test_what_is_no_stream_leaves_the_buffer_usable(buffer: SymmBuffer) -> None:
+    """It was kept and waited for, so that check() and close() failed for ever."""
+    refused(buffer, ("stream: got 5, expected a HostStream or None",), stream=5)
+    buffer.close()
+
+
 # --- which buffer -------------------------------------------------------------------------------------------------
 
 
@@ -230,7 +243,12 @@ def test_a_virtual_buffer_is_no_ranks_buffer(buffers: VirtualSymmBuffer) -> None
 
 
 def test_no_buffer() -> None:
-    refused(None, ("sym_buffer: got NoneType", "expected one rank's SymmBuffer"))
+    words = "sym_buffer: got NoneType, expected one rank's SymmBuffer"
+    refused(None, (words,))
+    nothing: Any = None
+    for call in (lambda: megamoe.warmup(nothing), lambda: megamoe.dummy_run(*draw_weights(CONFIG)[0], nothing)):
+        with pytest.raises(ValueError, match=words):
+            call()
 
 
 def test_a_closed_buffer() -> None:
@@ -275,6 +293,11 @@ def test_reset_of_one_virtual_rank(buffers: VirtualSymmBuffer, buffer: SymmBuffe
 def test_a_view_that_does_not_exist(buffer: SymmBuffer) -> None:
     with pytest.raises(ValueError, match=r"name must be a region of the layout \(x, x_sf, .*\), got 'weights'"):
         buffer.view("weights")
+    with pytest.raises(ValueError, match="name must be a region of the layout"):
+        buffer.view(["x"])  # type: ignore[arg-type]
+    for rank in (2, -1, "a"):
+        with pytest.raises(ValueError, match=f"rank must be 0 to 1 or None, got {rank!r}"):
+            buffer.view("x", rank=rank)  # type: ignore[arg-type]
     with pytest.raises(AttributeError, match="SymmBuffer has no attribute 'weights'"):
         _ = buffer.weights
 
@@ -302,6 +325,11 @@ def test_a_view_that_does_not_exist(buffer: SymmBuffer) -> None:
         ),
         ({"topk_weights": torch.ones(5, 2).double()}, ("topk_weights: got float64 [5, 2]", "fp32 [5, 2]")),
         ({"topk_weights": torch.ones(10)}, ("topk_weights: got float32 [10]", "fp32 [5, 2]")),
+        ({"x": torch.ones(5, 128).to_sparse()}, ("x: got float32 [5, 128]", "torch.sparse_coo, expected a dense")),
+        ({"topk_idx": torch.ones(5, 2).long().to_sparse()}, ("topk_idx: got int64 [5, 2]", "expected a dense")),
+        ({"routed_scaling_factor": "2"}, ("routed_scaling_factor: got '2'", "expected a finite number (fp32)")),
+        ({"routed_scaling_factor": None}, ("routed_scaling_factor: got None", "expected a finite number")),
+        ({"routed_scaling_factor": 1e300}, ("routed_scaling_factor: got 1e+300", "expected a finite number")),
         ({"topk_weights": torch.ones(5, 2, device="meta")}, ("topk_weights: got float32 [5, 2] on meta", "cpu")),
     ],
 )
@@ -362,6 +390,9 @@ def test_timeout_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"check_every": 0}, "check_every must be at least 1 or None, got 0"),
         ({"check_every": 1.5}, "check_every must be at least 1 or None, got 1.5"),
         ({"max_ctas": 0}, "max_ctas must be at least 1 or None, got 0"),
+        ({"max_ctas": 1.5}, "max_ctas must be at least 1 or None, got 1.5"),
+        ({"max_ctas": "2"}, "max_ctas must be at least 1 or None, got '2'"),
+        ({"check_every": True}, "check_every must be at least 1 or None, got True"),
     ],
 )
 def test_options(option: dict[str, Any], words: str) -> None:
@@ -376,6 +407,23 @@ def test_creation_checks_the_config() -> None:
         megamoe.get_symm_buffer_for_mega_moe(VirtualGroup(2), 4, 8, 2, 128, 128, l2_sf_granularity=32)
     with pytest.raises(ValueError, match="pool_rows must be a positive integer, got 0"):
         megamoe.get_symm_buffer_for_mega_moe(VirtualGroup(2), 4, 8, 2, 128, 128, pool_rows=0)
+
+
+@pytest.mark.parametrize("number", ["2", 2.0, None, True, 0])
+def test_numbers_of_a_virtual_group(number: Any) -> None:
+    for name in ("num_ranks", "num_workers"):
+        with pytest.raises(ValueError, match=f"{name} must be .*, got {number!r}"):
+            VirtualGroup(**{"num_ranks": 1, name: number})
+
+
+def test_creation_checks_the_schedule() -> None:
+    with pytest.raises(ValueError, match=r"schedule: got 'fast', expected a megamoe\.Schedule or None"):
+        megamoe.get_symm_buffer_for_mega_moe(VirtualGroup(2), 4, 8, 2, 128, 128, schedule="fast")  # type: ignore[arg-type]
+
+
+def test_a_buffer_that_no_machine_has_room_for() -> None:
+    with pytest.raises(OSError, match=r"no memory for a buffer of \d+ bytes"):
+        megamoe.get_symm_buffer_for_mega_moe(VirtualGroup(1), 10**12, 4, 2, 128, 128)
 
 
 def test_a_target_that_does_not_exist() -> None:

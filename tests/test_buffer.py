@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
+import sys
+import time
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -337,6 +341,89 @@ def test_repr(buffers: VirtualSymmBuffer) -> None:
     assert repr(buffers.ranks[1]) == f"SymmBuffer(rank 1 of 2, host, {size} bytes, epoch 1)"
     buffers.close()
     assert repr(buffers.ranks[1]) == "SymmBuffer(rank 1 of 2, host, closed)"
+
+
+# --- threads and processes ----------------------------------------------------------------------------------------
+
+
+def test_threads_share_a_buffer() -> None:
+    """Launches of four threads: each with its own arguments, and its y kept until the launch that writes it ended."""
+    config = small_config(1)
+    buffer, pair = open_buffer(VirtualGroup(1), config, timeout_s=5).ranks[0], draw_weights(config)[0]
+    (batch,) = draw_batches(config, [24])
+    batch.fill(buffer)
+    (expected,) = answers(config, [batch], [pair])
+
+    def launch_often(tokens: int) -> None:
+        for _ in range(60):
+            guarded = torch.full((tokens + 24, config.hidden), 7.0, dtype=torch.bfloat16)
+            megamoe.fp8_mega_moe(guarded[:tokens], *pair, buffer)
+            buffer.check()
+            assert_right(guarded[:tokens], expected[:tokens])
+            assert bool((guarded[tokens:] == 7.0).all())
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(launch_often, (1, 7, 15, 24)))
+    finally:
+        sys.setswitchinterval(interval)
+    assert buffer.epoch == 240
+    buffer.close()
+
+
+def test_a_buffer_is_closed_while_another_thread_uses_it() -> None:
+    config = small_config(1)
+    pair, (batch,) = draw_weights(config)[0], draw_batches(config, [24])
+
+    def use(buffer: SymmBuffer) -> str:
+        y = torch.empty(24, config.hidden, dtype=torch.bfloat16)
+        try:
+            while True:
+                megamoe.fp8_mega_moe(y, *pair, buffer)
+                buffer.check()
+        except ValueError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(3) as threads:
+        for _ in range(10):
+            buffer = open_buffer(VirtualGroup(1), config, timeout_s=5).ranks[0]
+            batch.fill(buffer)
+            users = [threads.submit(use, buffer) for _ in range(2)]
+            time.sleep(0.005)
+            buffer.close()
+            for user in users:
+                assert user.result(10) == "sym_buffer: the buffer of rank 0 is closed, expected an open one"
+
+
+def test_a_forked_child_does_not_write_into_the_parents_buffer(buffers: VirtualSymmBuffer) -> None:
+    assert_works(buffers, 1)
+    buffer = buffers.ranks[0]
+    before = buffer._rank.memory.clone()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            for call in (lambda: buffer.view("x"), lambda: buffer.epoch, buffer.check, buffers.reset):
+                with pytest.raises(ValueError, match="a forked child cannot launch on it or use it"):
+                    call()
+            buffers.close()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert torch.equal(buffer._rank.memory, before)
+    assert_works(buffers, 2)
+
+
+def test_a_buffer_made_in_inference_mode_is_for_any_mode() -> None:
+    with torch.inference_mode():
+        buffers = open_buffer(VirtualGroup(2), CONFIG, timeout_s=5)
+        assert_works(buffers, 1)
+    assert_works(buffers, 2)
+    buffers.reset()
+    buffers.close()
 
 
 def test_max_ctas_limits_the_workers() -> None:

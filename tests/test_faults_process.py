@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 import megamoe
 from megamoe import MegaMoEConfig, MegaMoEFault, SymmBuffer, VirtualGroup
 from megamoe.faults import FaultKind
+from megamoe.targets import host
 from megamoe.targets.host import HostStream
 from tests.layers import (
     Batch,
@@ -446,6 +447,8 @@ def one_is_wrong(me: Rank) -> None:
         ({"hidden": 200}, "hidden must be a multiple of 128, got 200"),
         ({"timeout_s": -1.0}, "timeout_s must be above 0 and at most 1e+09 seconds, got -1.0"),
         ({"max_ctas": 0}, "max_ctas must be at least 1 or None, got 0"),
+        ({"max_ctas": "2"}, "max_ctas must be at least 1 or None, got '2'"),
+        ({"schedule": 5}, "schedule: got 5, expected a megamoe.Schedule or None"),
     ):
         arguments: dict[str, Any] = {"hidden": 128, **(change if me.rank == 1 else {})}
         with pytest.raises(ValueError) as caught:
@@ -459,6 +462,31 @@ def one_is_wrong(me: Rank) -> None:
 
 def test_a_rank_with_a_config_that_breaks_a_rule(tmp_path: Path) -> None:
     run_ranks(one_is_wrong, 3, tmp_path)
+
+
+def one_has_no_memory(me: Rank) -> None:
+    """One rank cannot allocate its buffer, or not map another's: it says so, and the others do not wait for it."""
+    for name in ("_share", "_attach"):
+        with pytest.MonkeyPatch.context() as patch:
+            if me.rank == 1:
+                patch.setattr(host, name, out_of_memory)
+            with pytest.raises(OSError) as caught:
+                open_buffer(me.group, CONFIG, timeout_s=DEADLINE_S)
+        assert str(caught.value) == ("" if me.rank == 1 else "rank 1 could not create its buffer: ") + "no room"
+        caught = None  # type: ignore[assignment]  # its traceback holds what was allocated
+        gc.collect()
+        assert_nothing_held()
+    buffer = open_buffer(me.group, CONFIG, timeout_s=DEADLINE_S)
+    works(buffer, 1)
+    buffer.close()
+
+
+def out_of_memory(*arguments: object) -> NoReturn:
+    raise OSError("no room")
+
+
+def test_a_rank_without_memory(tmp_path: Path) -> None:
+    run_ranks(one_has_no_memory, 3, tmp_path)
 
 
 def test_ranks_with_different_configs(tmp_path: Path) -> None:

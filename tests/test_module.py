@@ -115,6 +115,7 @@ def test_token_count_from_a_tensor(layer: MegaMoE) -> None:
 def test_what_it_refuses(layer: MegaMoE) -> None:
     x, ids, w = batch(6, 6)
     shared: SymmBuffer = layer.sym_buffer
+    nothing: Any = None
     calls: dict[str, Any] = {
         "x: got": lambda: layer(x[:, 1:], ids, w),
         "topk_idx: got": lambda: layer(x, ids[1:], w),
@@ -126,6 +127,8 @@ def test_what_it_refuses(layer: MegaMoE) -> None:
         "num_topk: got None": lambda: MegaMoE(natural(0), VirtualGroup(1), num_max_tokens_per_rank=CAPACITY),
         "no options": lambda: MegaMoE(natural(0), shared, num_topk=2),
         "l1_weights.weight": lambda: MegaMoE(natural(0, 2), shared),
+        "weights: got NoneType, expected": lambda: MegaMoE(nothing, shared),
+        "topk_idx: got int64": lambda: layer(x[0], torch.tensor(1), torch.tensor(1.0)),
         "routed_scaling_factor": lambda: shared.fill(x, ids, w, routed_scaling_factor=float("nan")),
     }
     for words, call in calls.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -102,13 +103,20 @@ class SharedMemory:
 
 def _map(descriptor: int, num_bytes: int) -> Tensor:
     # MAP_NORESERVE by default overcommit: untouched pages of a worst-case pool cost nothing.
-    return torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
+    try:
+        return torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
+    except (OSError, OverflowError) as error:
+        raise OSError(f"no memory for a buffer of {num_bytes} bytes: {error}") from error
 
 
 def _share(name: str, num_bytes: int) -> SharedMemory:
     descriptor = os.memfd_create(name)
-    os.ftruncate(descriptor, num_bytes)
-    return SharedMemory(_map(descriptor, num_bytes), descriptor)
+    try:
+        os.ftruncate(descriptor, num_bytes)
+        return SharedMemory(_map(descriptor, num_bytes), descriptor)
+    except BaseException:
+        os.close(descriptor)
+        raise
 
 
 def _attach(pid: int, descriptor: int, num_bytes: int) -> SharedMemory:
@@ -124,18 +132,36 @@ def _allocate(group: Group, num_bytes: int) -> list[SharedMemory]:
     if len(group.local_ranks) == group.num_ranks:
         return [SharedMemory(_map(-1, num_bytes), -1) for _ in range(group.num_ranks)]
     (rank,) = group.local_ranks
-    own = _share(f"megamoe-rank{rank}", num_bytes)
     try:
-        offers = group.all_gather((os.getpid(), own.descriptor))
-        memories = [
-            own if other == rank else _attach(pid, descriptor, num_bytes)
-            for other, (pid, descriptor) in enumerate(offers)
-        ]
-        group.barrier()  # until here every rank must live, so that its descriptor can be opened
+        own = _share(f"megamoe-rank{rank}", num_bytes)
+    except OSError as error:
+        _all_gather_or_fail(group, rank, error)  # the others must not wait for this rank
+        raise
+    try:
+        offers = _all_gather_or_fail(group, rank, (os.getpid(), own.descriptor))
+        try:
+            memories = [
+                own if other == rank else _attach(pid, descriptor, num_bytes)
+                for other, (pid, descriptor) in enumerate(offers)
+            ]
+        except OSError as error:
+            _all_gather_or_fail(group, rank, error)
+            raise
+        # Until here every rank must live, so that its descriptor can be opened.
+        _all_gather_or_fail(group, rank, None)
     except BaseException:  # a peer died meanwhile
         os.close(own.descriptor)
         raise
     return memories
+
+
+def _all_gather_or_fail(group: Group, rank: int, offer: object) -> list[Any]:
+    """What each rank offers; where a rank offers an error, an error on all the others. Collective."""
+    offers = group.all_gather(str(offer) if isinstance(offer, OSError) else (offer,))
+    for other, given in enumerate(offers):
+        if isinstance(given, str) and other != rank:
+            raise OSError(f"rank {other} could not create its buffer: {given}")
+    return [given[0] for given in offers if not isinstance(given, str)]
 
 
 # --- launching ---------------------------------------------------------------------------------------------------
@@ -150,41 +176,60 @@ class HostStream:
         self._library = library()
         self._handle: int | None = self._library.megamoe_stream_create(num_workers)
         self._pid = os.getpid()
+        self._changed = threading.Condition()
+        self._num_waiting = 0
         self._kept: deque[tuple[int, object]] = deque()
         self.last_ticket = 0
 
     def launch(self, rank: HostRank, arguments: ctypes.Structure, keep_alive: object) -> int:
         """Queue a launch and return its ticket; ``keep_alive`` is held until it has ended."""
-        if self._handle is None:
-            raise ValueError("stream: got a closed HostStream, expected an open one")
         if self._pid != os.getpid():
             raise ValueError(f"stream: got one whose threads are in process {self._pid}: a forked child cannot launch")
-        ticket = int(self._library.megamoe_launch(self._handle, rank.handle, ctypes.byref(arguments)))
-        self._kept.append((ticket, keep_alive))
-        self.last_ticket = ticket
-        while self._kept and self._kept[0][0] < ticket and self._ended(self._kept[0][0], 0):
-            self._kept.popleft()
-        return ticket
+        with self._changed:
+            if self._handle is None:
+                raise ValueError("stream: got a closed HostStream, expected an open one")
+            ticket = int(self._library.megamoe_launch(self._handle, rank.handle, ctypes.byref(arguments)))
+            self._kept.append((ticket, keep_alive))
+            self.last_ticket = ticket
+            while self._kept[0][0] < ticket and self._library.megamoe_wait(self._handle, self._kept[0][0], 0):
+                self._kept.popleft()
+            return ticket
 
     def _ended(self, ticket: int, timeout_ns: int) -> bool:
-        if self._handle is None or self._pid != os.getpid():  # closed, after every launch; or the parent's
-            return True
-        return bool(self._library.megamoe_wait(self._handle, ticket, timeout_ns))
+        """Waits, and has a thread that closes the stream wait for this one."""
+        with self._changed:
+            if self._handle is None:  # closed, after every launch
+                return True
+            self._num_waiting += 1
+        try:
+            return bool(self._library.megamoe_wait(self._handle, ticket, timeout_ns))
+        finally:
+            with self._changed:
+                self._num_waiting -= 1
+                self._changed.notify_all()
 
     def synchronize(self, timeout_s: float | None = None) -> bool:
         """Wait for every launch so far. False when that took longer than ``timeout_s``."""
-        nanoseconds = _FOREVER_NS if timeout_s is None else int(timeout_s * 1e9)
-        ended = self._ended(self.last_ticket, nanoseconds)
-        if ended:
-            self._kept.clear()
-        return ended
+        if self._pid != os.getpid():  # the launches are the parent's
+            return True
+        ticket = self.last_ticket
+        if not self._ended(ticket, _FOREVER_NS if timeout_s is None else int(timeout_s * 1e9)):
+            return False
+        with self._changed:  # of those that another thread queued meanwhile nothing is known
+            while self._kept and self._kept[0][0] <= ticket:
+                self._kept.popleft()
+        return True
 
     def close(self) -> None:
         """End the workers, after the launches that were queued."""
-        if self._handle is not None:
-            if self._pid == os.getpid():  # a forked child has the object, but not its threads
-                self._library.megamoe_stream_destroy(self._handle)
+        if self._pid != os.getpid():  # a forked child has the object, but not its threads
             self._handle = None
+            return
+        with self._changed:
+            handle, self._handle = self._handle, None
+            self._changed.wait_for(lambda: self._num_waiting == 0)
+        if handle is not None:
+            self._library.megamoe_stream_destroy(handle)
             self._kept.clear()
 
     def __del__(self) -> None:
@@ -225,6 +270,8 @@ class HostRank:
 
     def launch(self, arguments: ctypes.Structure, keep_alive: object, stream: HostStream | None = None) -> bool:
         """Queue a launch on this rank's stream or another one. False: nothing is ever captured into a graph here."""
+        if stream is not None and not isinstance(stream, HostStream):
+            raise ValueError(f"stream: got {stream!r}, expected a HostStream or None")
         if stream is not None and stream is not self.stream and stream not in self._guest_streams:
             self._guest_streams.append(stream)
         (stream or self.stream).launch(self, arguments, keep_alive)
