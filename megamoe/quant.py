@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from numbers import Real
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -43,7 +44,7 @@ def describe(value: object) -> str:
 
 def is_fp32(value: object) -> bool:
     """Whether it is a finite number within the range of fp32."""
-    return isinstance(value, Real) and bool(-FP32.max <= value <= FP32.max)
+    return isinstance(value, Real) and bool(-FP32.max <= cast(float, value) <= FP32.max)
 
 
 def e4m3_rn_sat(values: Tensor) -> Tensor:
