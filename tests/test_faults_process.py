@@ -216,7 +216,10 @@ def test_a_rank_is_killed(scenario: Callable[[Rank], None], tmp_path: Path) -> N
 
 
 def killed_before_creation(me: Rank) -> None:
+    me.tell(f"joined-{me.rank}")
     if me.rank == 1:
+        for other in (0, 2):  # of which one may still be joining
+            me.await_sign(f"joined-{other}")
         os.kill(os.getpid(), signal.SIGKILL)
     began = time.monotonic()
     with pytest.raises(RuntimeError):
