@@ -1,7 +1,7 @@
 # make phases                     everything set up, then phases 1 to 6 on the best target found
 # make phase N=3  (make phase3)   phase 3, after the gates it requires
 #   RANKS=1,2,8  TARGET=host|sm90  CASES=name,name  ARGS='...'   narrow or extend it (ARGS goes to `python -m harness run`)
-# make test  [ARGS='...']         the tests (ARGS goes to pytest)
+# make test  [ARGS='...']         the tests, two files at a time (ARGS goes to pytest: -n 0 for one)
 # make lint                       ruff and mypy
 # make clean                      removes .venv and what runs and tools left
 # PYTHON=/path/to/python3         use that interpreter as it is; nothing is installed
@@ -42,7 +42,7 @@ phase1 phase2 phase3 phase4 phase5 phase6:
 	@$(MAKE) --no-print-directory phase N=$(patsubst phase%,%,$@)
 
 test:
-	$(call run_python,dev) exec "$$P" -m pytest $(ARGS)
+	$(call run_python,dev) exec "$$P" -m pytest -n 2 --dist loadfile $(ARGS)
 
 lint:
 	$(call run_python,dev) \

@@ -26,7 +26,7 @@ MINIMUM_PYTHON = (3, 11)
 MINIMUM_TORCH = (2, 11)
 MODULES = {
     "run": ["torch", "numpy", "safetensors", "yaml", "rich", "typer", "psutil"],
-    "dev": ["pytest", "pytest_timeout", "hypothesis", "transformers"],
+    "dev": ["pytest", "pytest_timeout", "xdist", "hypothesis", "transformers"],
 }
 REQUIREMENTS = {"run": "requirements.txt", "dev": "requirements-dev.txt"}
 REGISTRY_PROBE_TIMEOUT_S = 25
