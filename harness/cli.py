@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import sys
 from pathlib import Path
@@ -161,4 +162,7 @@ def run(
 
 
 def main() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a locale without some character must not end a run
     app(prog_name="python -m harness", args=sys.argv[1:])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -60,6 +61,13 @@ def _one_line(text: str, width: int = 300) -> str:
     return line if len(line) <= width else line[: width - 1] + "…"
 
 
+def printable(text: str) -> str:
+    """Without control characters: what a step logged must not clear or recolour the terminal of who reads it."""
+    return "".join(
+        "\N{REPLACEMENT CHARACTER}" if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text
+    )
+
+
 class PlainDisplay:
     """One line a step as it ends."""
 
@@ -67,7 +75,7 @@ class PlainDisplay:
         self._console = console
 
     def say(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
     def begin(self, plan: Plan) -> None:
         num_skipped = sum(bool(step.skip_reason) for step in plan.steps)
@@ -97,7 +105,7 @@ class LiveDisplay:
         self._live = Live(console=console, get_renderable=self._table, refresh_per_second=4)
 
     def say(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
     def begin(self, plan: Plan) -> None:
         self.say(f"target {plan.target} ({plan.target_reason})")

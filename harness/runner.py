@@ -169,7 +169,7 @@ class Run:
             again=self._again(step, verdict.failed_cases),
         )
         if is_failing:
-            (folder / "failure.txt").write_text(result.failure_text() + "\n")
+            (folder / "failure.txt").write_text(result.failure_text() + "\n", encoding="utf-8", errors="replace")
         return result
 
     def _again(self, step: Step, failed_cases: Sequence[str]) -> str:

@@ -132,6 +132,23 @@ def test_step_that_removes_its_folder_fails_and_the_run_goes_on(project: Project
     assert processes_in(project.root) == []
 
 
+def test_logs_cannot_steer_the_terminal(project: Project) -> None:
+    project.phase(1, "sys.stdout.write('\\x1b[2Jcleared'); sys.exit(1)")
+    call = project.call("run", "--target", "host")
+    assert call.code == 1
+    assert "[2Jcleared" in call.output
+    assert "\x1b[2J" not in call.output
+
+
+def test_a_locale_without_unicode(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}.items():
+        monkeypatch.setenv(name, value)
+    project.phase(1, "sys.stdout.buffer.write('naïve …'.encode()); sys.exit(1)")
+    call = project.call("run", "--target", "host")
+    assert call.code == 1
+    assert call.output.splitlines()[-1] == "0 passed, 1 failed"
+
+
 def test_time_out(project: Project) -> None:
     """Status 'timed out' with stacks and the last lines of the log in the failure's text."""
     project.phase(1, HANGS)
