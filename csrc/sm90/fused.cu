@@ -2,7 +2,7 @@
 // warpgroups; every role takes its work from the counters of the rank that the CTA works for.
 //
 // MEGAMOE_RANKS_HERE: ranks that this grid runs (1 on a real rank). MEGAMOE_SCALE_GROUPS: scale groups of l2_acts in
-// 128 columns, 1 or 2. MEGAMOE_BRING_UP: stages and debug views; without it nothing of them is in the binary.
+// 128 columns, 1 or 2. MEGAMOE_BRING_UP: stages and debug views; without it the stage is always combine.
 #include "roles/reduce.hpp"
 #include "roles/load.hpp"
 #include "roles/math.hpp"

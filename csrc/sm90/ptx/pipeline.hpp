@@ -59,10 +59,6 @@ MEGAMOE_FN void load_tensor(void* shared, const TensorMap* map, uint64_t* barrie
       "l"(map), "r"(shared_address(barrier)), "r"(inner), "r"(outer)
       : "memory");
 }
-MEGAMOE_FN void prefetch_map(const TensorMap* map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
-
 // Four bytes of global memory into shared memory, without waiting.
 MEGAMOE_FN void copy_word_async(void* shared, const void* global) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(shared)), "l"(global) : "memory");

@@ -77,7 +77,7 @@ class ActivationStore {
       amax[0] = quad_max(amax[0]);
       amax[1] = quad_max(amax[1]);
       if constexpr (!kTall) exchange_amax(amax, turn);
-      quantize_and_store<0, kGroups>(sums, amax, true);
+      quantize_and_store<0, kGroups>(sums, amax);
     } else {
       quantize_half<0>(sums);
       if constexpr (kTall) quantize_half<kActivationGroups>(sums);
@@ -141,14 +141,13 @@ class ActivationStore {
     for (uint32_t group = kFirst; group < kFirst + kActivationGroups; ++group) take_amax(sums, group, amax);
     amax[0] = quad_max(amax[0]);
     amax[1] = quad_max(amax[1]);
-    quantize_and_store<kFirst, kActivationGroups>(sums, amax, true);
+    quantize_and_store<kFirst, kActivationGroups>(sums, amax);
   }
 
   // Groups kFirst .. kFirst + kCount of both rows, which share a scale. A lane ends with kCount / 4 whole groups of its
   // row: 8 bytes each, stored 16 at a time.
   template <uint32_t kFirst, uint32_t kCount>
-  MEGAMOE_FN void quantize_and_store(float (&sums)[kPieces * kSumsPerPiece], const float (&amax)[2],
-                                     bool store_scale) const {
+  MEGAMOE_FN void quantize_and_store(float (&sums)[kPieces * kSumsPerPiece], const float (&amax)[2]) const {
     constexpr uint32_t words = kCount / 8;  // of two groups, that a lane gives to each lane
     const auto& layout = *context_.layout;
     const uint32_t granularity = context_.problem->l2_sf_granularity;
@@ -182,7 +181,7 @@ class ActivationStore {
         reinterpret_cast<uint4*>(to)[word] = make_uint4(__byte_perm(v[0], v[1], 0x5410), __byte_perm(v[2], v[3], 0x5410),
                                                         __byte_perm(v[0], v[1], 0x7632), __byte_perm(v[2], v[3], 0x7632));
       }
-      if (store_scale && place_.lane % 4 == 0)
+      if (place_.lane % 4 == 0)
         context_.own<float>(layout.l2_acts_sf)[first_column / granularity * layout.l2_acts_sf.stride[1] + pool_row] = sf;
     }
   }
