@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megamoe.buffer import SymmBuffer, VirtualSymmBuffer, default_timeout_s, open_buffers, withdraw
-from megamoe.config import ACCUM_DEBUG_EDGE, SCALE_BLOCK, MegaMoEConfig, Stage, is_count
+from megamoe.config import ACCUM_DEBUG_EDGE, SCALE_BLOCK, Accumulate, MegaMoEConfig, Stage, is_count
 from megamoe.groups import VirtualGroup, as_group
 from megamoe.layout import buffer_layout
 from megamoe.quant import FP32, describe, is_fp32
@@ -44,6 +44,7 @@ def make_config(
     l2_sf_granularity: int = 128,
     pool_rows: int | None = None,
     schedule: Schedule | None = None,
+    accumulate: Accumulate = "fp32",
 ) -> MegaMoEConfig:
     """The config of a layer, with the default schedule or the given one, after MEGAMOE_CONFIG.
 
@@ -63,6 +64,7 @@ def make_config(
         block_m=tiles.block_m,
         l1_block_n=tiles.l1_block_n,
         l2_block_n=tiles.l2_block_n,
+        accumulate=accumulate,
     )
 
 
@@ -80,6 +82,7 @@ def get_symm_buffer_for_mega_moe(
     max_ctas: int | None = None,
     check_every: int | None = None,
     schedule: Schedule | None = None,
+    accumulate: Accumulate = "fp32",
 ) -> Any:
     """Allocate the symmetric buffers of a group. Collective; every rank passes the same numbers.
 
@@ -96,6 +99,8 @@ def get_symm_buffer_for_mega_moe(
         max_ctas: CTAs (host target: worker threads) a launch may use; None: the group's own number.
         check_every: poll for faults, without waiting, at every so many launches.
         schedule: tile shapes; None: the default ones.
+        accumulate: how the sums of L1 and L2 are made: ``fp32``, or ``fast`` inside the tensor core, with looser
+            bounds; the host target's are exact whatever it says. Every rank passes the same.
 
     Returns:
         SymmBuffer of this rank, or VirtualSymmBuffer for a VirtualGroup.
@@ -119,6 +124,7 @@ def get_symm_buffer_for_mega_moe(
             l2_sf_granularity=l2_sf_granularity,
             pool_rows=pool_rows,
             schedule=schedule,
+            accumulate=accumulate,
         )
         timeout = default_timeout_s() if timeout_s is None else timeout_s
     except ValueError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 SCALE_BLOCK = 128
 """Columns of hidden that share one activation scale, and the edge of a weight-scale block."""
@@ -12,6 +13,8 @@ MAX_RANKS = 72
 MAX_TOPK = 32
 BLOCK_M_CHOICES = (32, 64, 128)
 L2_SF_GRANULARITY_CHOICES = (64, 128)
+Accumulate = Literal["fp32", "fast"]
+ACCUMULATE_CHOICES: tuple[Accumulate, ...] = get_args(Accumulate)
 ACCUM_DEBUG_EDGE = 128
 """Rows and columns of the debug view of L1 accumulators."""
 MAX_COUNTED = 2**32 - 2**16
@@ -66,6 +69,8 @@ class MegaMoEConfig:
         block_m: rows of a pool block.
         l1_block_n: columns of an L1 output tile, gate and up interleaved.
         l2_block_n: columns of an L2 output tile; the last tile of a row may be narrower.
+        accumulate: ``fp32``: the product of every scale group is added to an fp32 sum; ``fast``: the sum stays in the
+            tensor core and is rescaled. The host target has the exact sums for both.
 
     Raises:
         ValueError: a rule does not hold; the message names the field, its value and the rule.
@@ -82,10 +87,11 @@ class MegaMoEConfig:
     block_m: int = 128
     l1_block_n: int = 256
     l2_block_n: int = 128
+    accumulate: Accumulate = "fp32"
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if name == "pool_rows" and value is None:
+            if name == "accumulate" or (name == "pool_rows" and value is None):
                 continue
             _require(is_count(value), f"{name} must be a positive integer, got {value!r}")
         _require(self.num_ranks <= MAX_RANKS, f"num_ranks must be at most {MAX_RANKS}, got {self.num_ranks}")
@@ -114,6 +120,10 @@ class MegaMoEConfig:
         _require(
             self.l2_block_n % SCALE_BLOCK == 0,
             f"l2_block_n must be a multiple of {SCALE_BLOCK}, got {self.l2_block_n}",
+        )
+        _require(
+            self.accumulate in ACCUMULATE_CHOICES,
+            f"accumulate must be one of {ACCUMULATE_CHOICES}, got {self.accumulate!r}",
         )
         # An owner counts every route that comes before it finds that they do not fit into its pool.
         for what, count in (

@@ -30,7 +30,7 @@ class MegaMoE(torch.nn.Module):
         routed_scaling_factor: by which the weights of the routes are multiplied.
         activation_clamp: see ``fp8_mega_moe``; ``fast_math`` likewise.
         buffer_options: of ``get_symm_buffer_for_mega_moe``: ``l2_sf_granularity``, ``pool_rows``, ``timeout_s``,
-            ``max_ctas``, ``check_every``.
+            ``max_ctas``, ``check_every``, ``accumulate``.
 
     Attributes:
         sym_buffer: its ``check()`` waits and raises what went wrong.

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -255,7 +256,7 @@ def _padded(values: Tensor, length: int) -> Tensor:
 
 def small_config(num_ranks: int, hidden: int, **other: int) -> MegaMoEConfig:
     """Four experts a rank. The stand-in tiles need 256-column L1 and 128-column L2 tiles, the defaults."""
-    values = {"intermediate_hidden": 384, "num_max_tokens_per_rank": 192, "block_m": 64, **other}
+    values: dict[str, Any] = {"intermediate_hidden": 384, "num_max_tokens_per_rank": 192, "block_m": 64, **other}
     experts = 4 * num_ranks
     return MegaMoEConfig(num_ranks, experts, min(8, experts), hidden, **values)
 

@@ -199,7 +199,9 @@ def replacements(gpus: FakeGpus) -> list[tuple[object, str, object]]:
         gpus.copies.append((address, len(data)))
         ctypes.memmove(address, data, len(data))
 
-    def fused_kernel(device: int, ranks_here: int, l2_sf_granularity: int, bring_up: bool) -> FakeKernel:
+    def fused_kernel(
+        device: int, ranks_here: int, l2_sf_granularity: int, bring_up: bool, fast: bool = False
+    ) -> FakeKernel:
         gpus.kernels.append((device, ranks_here, l2_sf_granularity, bring_up))
         return FakeKernel(gpus, device)
 

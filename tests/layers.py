@@ -115,6 +115,7 @@ def open_buffer(group: Any, config: MegaMoEConfig, **options: Any) -> Any:
         l2_sf_granularity=config.l2_sf_granularity,
         pool_rows=config.pool_rows,
         schedule=Schedule(config.block_m, config.l1_block_n, config.l2_block_n),
+        accumulate=config.accumulate,
         **options,
     )
 

@@ -351,10 +351,12 @@ def test_target_sm90_runs_the_layer_and_says_that_it_keeps_no_clock(
     gpus = FakeGpus()
     for owner, name, stand_in in replacements(gpus):
         monkeypatch.setattr(owner, name, stand_in, raising=False)
-    on_gpu, text = run_and_load(folder, tmp_path / "sm90.safetensors", "--ranks", 2, "--target", "sm90")
+    arguments = ("--ranks", 2, "--target", "sm90", "--accumulate", "fast")
+    on_gpu, text = run_and_load(folder, tmp_path / "sm90.safetensors", *arguments)
     gpus.synchronize()
     assert torch.equal(on_gpu["y"].view(torch.int16), on_host["y"].view(torch.int16))
-    assert "2 virtual ranks, target sm90" in text
+    assert "2 virtual ranks, target sm90, accumulate fast" in text
+    assert "(bound 2e-02)" in text
     assert "target sm90 keeps no clock" in text
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megamoe.config import BLOCK_M_CHOICES, MAX_RANKS, MAX_TOPK, MegaMoEConfig, Stage
 from tests.layers import small_config
 
-NUMBERS = [field.name for field in dataclasses.fields(MegaMoEConfig)]
+NUMBERS = [field.name for field in dataclasses.fields(MegaMoEConfig) if field.name != "accumulate"]
 
 
 @pytest.mark.parametrize("name", NUMBERS)
@@ -28,6 +28,15 @@ def test_every_number_is_a_positive_integer(name: str, value: Any) -> None:
 def test_only_pool_rows_may_be_none(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} must be a positive integer, got None"):
         small_config(2, **{name: None})
+
+
+@pytest.mark.parametrize("value", ["fp16", "FAST", "", None, 1, True, ["fast"]])
+def test_accumulate_is_one_of_two_words(value: Any) -> None:
+    assert [small_config(2, accumulate=word).accumulate for word in ("fp32", "fast")] == ["fp32", "fast"]
+    assert small_config(2).accumulate == "fp32"
+    with pytest.raises(ValueError) as error:
+        small_config(2, accumulate=value)
+    assert str(error.value) == f"accumulate must be one of ('fp32', 'fast'), got {value!r}"
 
 
 # Each entry breaks exactly one rule; the message has the field, the value and the rule.

@@ -430,12 +430,13 @@ def test_pool_rows_too_small(tmp_path: Path) -> None:
 
 
 def disagree(me: Rank) -> None:
-    mine = replace(CONFIG, num_topk=3, hidden=256) if me.rank == 2 else CONFIG
+    mine = replace(CONFIG, num_topk=3, hidden=256, accumulate="fast") if me.rank == 2 else CONFIG
     with pytest.raises(ValueError) as caught:
         open_buffer(me.group, mine, timeout_s=DEADLINE_S)
     assert str(caught.value) == (
         "config differs between ranks: num_topk is 2 on rank 0 and 3 on rank 2, hidden is 128 on rank 0 and 256 on "
-        "rank 2; every rank must create the buffer with the same arguments"
+        "rank 2, accumulate is fp32 on rank 0 and fast on rank 2; every rank must create the buffer with the same "
+        "arguments"
     )
     assert_nothing_held()
     buffer = open_buffer(me.group, CONFIG, timeout_s=DEADLINE_S)
@@ -452,6 +453,7 @@ def one_is_wrong(me: Rank) -> None:
         ({"max_ctas": 0}, "max_ctas must be at least 1 or None, got 0"),
         ({"max_ctas": "2"}, "max_ctas must be at least 1 or None, got '2'"),
         ({"schedule": 5}, "schedule: got 5, expected a megamoe.Schedule or None"),
+        ({"accumulate": "fp16"}, "accumulate must be one of ('fp32', 'fast'), got 'fp16'"),
     ):
         arguments: dict[str, Any] = {"hidden": 128, **(change if me.rank == 1 else {})}
         with pytest.raises(ValueError) as caught:

@@ -71,6 +71,18 @@ def test_routed_scaling_factor() -> None:
     layer.close()
 
 
+def test_accumulate_is_the_buffers_and_the_host_target_is_exact_whatever_it_says() -> None:
+    x, ids, w = batch(3, 9)
+    answers_of = {}
+    for accumulate in ("fp32", "fast"):
+        options = {"num_topk": TOPK, "num_max_tokens_per_rank": CAPACITY, "accumulate": accumulate}
+        layer = MegaMoE(natural(0), VirtualGroup(1), **options)
+        assert layer.sym_buffer.config.accumulate == accumulate
+        answers_of[accumulate] = layer(x, ids, w)
+        layer.close()
+    assert torch.equal(answers_of["fp32"], answers_of["fast"])
+
+
 def test_virtual_ranks_share_buffers_between_layers() -> None:
     """Two layers of two ranks over one pair of buffers."""
     opened = megamoe.get_symm_buffer_for_mega_moe(VirtualGroup(2), EXPERTS, CAPACITY, TOPK, HIDDEN, INTERMEDIATE)

@@ -26,7 +26,7 @@ from megamoe.cli.report import (
     format_times,
     slowest,
 )
-from megamoe.config import MegaMoEConfig
+from megamoe.config import Accumulate, MegaMoEConfig
 from megamoe.reference import RankInputs, compare, moe_layer
 from megamoe.routing import Routing, count_routes, route
 from megamoe.targets import get_target
@@ -50,6 +50,7 @@ class LayerRun:
     distribution: Distribution = "normal"
     seed: int = 0
     target: str = "host"
+    accumulate: Accumulate = "fp32"
     timeout_s: float = 300.0
 
 
@@ -103,7 +104,7 @@ def run_layer(ranks: Ranks, settings: LayerRun) -> tuple[list[str], bool]:
         partial = _oracle(config, everyone, weights)
     expected = ranks.sum(partial)
     all_y = torch.cat(ranks.gather_rows({rank: rows.cpu() for rank, rows in y.items()}, loaded.shares))
-    comparison = compare("y", all_y, expected)
+    comparison = compare("y" if config.accumulate == "fp32" else "y_fast", all_y, expected)
     if settings.output is not None:
         topk_idx = ranks.gather_rows({rank: r.topk_idx for rank, r in routings.items()}, loaded.shares)
         topk_weights = ranks.gather_rows({rank: r.topk_weights for rank, r in routings.items()}, loaded.shares)
@@ -139,6 +140,7 @@ def _load(ranks: Ranks, settings: LayerRun) -> _Loaded:
         num_topk=layer.router.num_topk,
         hidden=layer.hidden,
         intermediate_hidden=layer.intermediate_hidden,
+        accumulate=settings.accumulate,
     )
     gate, correction_bias = read_router(checkpoint, layer)
     starts = [0, *accumulate(shares)]
@@ -163,6 +165,7 @@ def _make_buffers(ranks: Ranks, settings: LayerRun, config: MegaMoEConfig) -> di
         config.hidden,
         config.intermediate_hidden,
         timeout_s=settings.timeout_s,
+        accumulate=config.accumulate,
     )
     return dict(enumerate(made.ranks)) if ranks.group is None else {made.rank: made}
 
@@ -262,5 +265,5 @@ def _facts(ranks: Ranks, settings: LayerRun, loaded: _Loaded, num_routed: int) -
         ("layer", f"{settings.checkpoint}, {layer.model_type}, layer {layer.layer}: {shape}"),
         ("experts", f"{router.num_experts}, top-{router.num_topk}, {num_routed} of them routed"),
         ("tokens", f"{' + '.join(map(str, loaded.shares))} ({loaded.hidden_from})"),
-        ("ranks", f"{ranks.num_ranks} {kind}, target {settings.target}"),
+        ("ranks", f"{ranks.num_ranks} {kind}, target {settings.target}, accumulate {settings.accumulate}"),
     ]

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from megamoe.config import Accumulate
+
 if TYPE_CHECKING:
     from megamoe.cli.layer_run import LayerRun
     from megamoe.cli.ranks import Ranks
@@ -34,6 +36,9 @@ def run(
     ] = "normal",
     seed: Annotated[int, typer.Option(help="Of generated hidden states.")] = 0,
     target: Annotated[Target, typer.Option(help="What runs the layer.")] = "best",
+    accumulate: Annotated[
+        Accumulate, typer.Option(help="How sums are made on sm90: fp32, or fast, with twice the bounds.")
+    ] = "fp32",
     timeout_s: Annotated[float, typer.Option(help="Seconds a rank waits for another one.")] = 300.0,
 ) -> None:
     """Runs one MoE layer of a Hugging Face checkpoint (DeepSeek-V3/R1, Qwen3-MoE) and compares it with the oracle.
@@ -55,6 +60,7 @@ def run(
         distribution=distribution,
         seed=seed,
         target=chosen,
+        accumulate=accumulate,
         timeout_s=timeout_s,
     )
     try:

@@ -56,6 +56,7 @@ def bad_configs(config: MegaMoEConfig) -> list[BadCall]:
         BadCall("intermediate not in blocks", changed(intermediate_hidden=64), ("intermediate_hidden", "64", "128")),
         BadCall("granularity", changed(l2_sf_granularity=32), ("l2_sf_granularity", "32")),
         BadCall("block_m", changed(block_m=48), ("block_m", "48")),
+        BadCall("accumulate", changed(accumulate="fp16"), ("accumulate", "fp32", "fast", "fp16")),
         BadCall("ranks", changed(num_ranks=73, num_experts=73), ("num_ranks", "73")),
         BadCall("no tokens", changed(num_max_tokens_per_rank=0), ("num_max_tokens_per_rank", "0")),
     ]
