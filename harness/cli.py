@@ -34,6 +34,15 @@ SecondsOption = Annotated[float | None, typer.Option("--seconds", help="limit of
 PhasesRootOption = Annotated[Path, typer.Option("--phases-root", help="folder that holds phase1, phase2, …")]
 RunsDirOption = Annotated[Path, typer.Option("--runs-dir", help="folder that receives <time>/")]
 PlainOption = Annotated[bool, typer.Option("--plain", help="plain lines on a terminal too")]
+FromOption = Annotated[
+    int | None, typer.Option("--from", help="phases from this one on; gates whose pass still holds are not run again")
+]
+RerunOption = Annotated[
+    str | None, typer.Option("--rerun", help="'failed': what failed, timed out, was flaky or blocked in the last run")
+]
+KeepOption = Annotated[
+    bool, typer.Option("--keep", help="do not run again what passed with the same sources, toolchain and machine")
+]
 BuildSecondsOption = Annotated[float, typer.Option("--build-seconds", help="limit of the build of one target")]
 
 
@@ -69,7 +78,12 @@ def _request(
     repeat: int,
     no_gates: bool,
     seconds: float | None,
+    from_phase: int | None,
+    rerun: str | None,
+    keep: bool,
 ) -> Request:
+    if rerun not in (None, "failed"):
+        raise BadRequest(f"--rerun: expected failed, got {rerun!r}")
     return Request(
         phases=parse_numbers(phases, "--phases") if phases is not None else None,
         target=target,
@@ -79,6 +93,9 @@ def _request(
         repeat=repeat,
         with_gates=not no_gates,
         seconds=seconds,
+        from_phase=from_phase,
+        rerun=rerun,
+        keep=keep,
     )
 
 
@@ -92,15 +109,22 @@ def plan(
     repeat: RepeatOption = 1,
     no_gates: NoGatesOption = False,
     seconds: SecondsOption = None,
+    from_phase: FromOption = None,
+    rerun: RerunOption = None,
+    keep: KeepOption = False,
     phases_root: PhasesRootOption = runner.DEFAULT_PHASES_ROOT,
+    runs_dir: RunsDirOption = Path("runs"),
 ) -> None:
     """Print what ``run`` with the same options would do."""
     try:
-        request = _request(phases, target, ranks, groups, cases, repeat, no_gates, seconds)
-        steps, _, _ = runner.plan_run(request, Places(phases_root, Path()))
+        request = _request(phases, target, ranks, groups, cases, repeat, no_gates, seconds, from_phase, rerun, keep)
+        planned = runner.plan_run(request, Places(phases_root, runs_dir))
     except (BadRequest, SpecError) as error:
         raise _fail(error) from error
     console = Console()
+    steps = planned.plan
+    for note in planned.notes:
+        console.print(note, markup=False)
     console.print(f"target {steps.target} ({steps.target_reason}), {len(steps.steps)} steps", markup=False)
     console.print(plan_table(steps))
 
@@ -146,6 +170,9 @@ def run(
     repeat: RepeatOption = 1,
     no_gates: NoGatesOption = False,
     seconds: SecondsOption = None,
+    from_phase: FromOption = None,
+    rerun: RerunOption = None,
+    keep: KeepOption = False,
     phases_root: PhasesRootOption = runner.DEFAULT_PHASES_ROOT,
     runs_dir: RunsDirOption = Path("runs"),
     plain: PlainOption = False,
@@ -153,7 +180,7 @@ def run(
 ) -> None:
     """Run phases in order, gates first; results go to runs/<time>/."""
     try:
-        request = _request(phases, target, ranks, groups, cases, repeat, no_gates, seconds)
+        request = _request(phases, target, ranks, groups, cases, repeat, no_gates, seconds, from_phase, rerun, keep)
         display = make_display(Console(), plain=plain)
         code = runner.run(request, Places(phases_root, runs_dir), display, build_seconds=build_seconds)
     except (BadRequest, SpecError) as error:

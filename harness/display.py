@@ -14,7 +14,7 @@ from rich.text import Text
 
 from harness.plan import Plan, Step
 from harness.rank import log_file
-from harness.results import FAILING, STATUSES, BuildResult, StepResult
+from harness.results import FAILING, STATUSES, BuildResult, StepResult, kept_words
 
 STYLES = {
     "passed": "green",
@@ -51,6 +51,8 @@ def step_words(step: Step) -> str:
 
 
 def _figures_words(result: StepResult) -> str:
+    if result.step.kept_from:
+        return kept_words(result.step)
     if result.outcome is None:
         return ""
     return f"{result.seconds:.1f} s, {result.num_cases} cases, peak {result.peak_pss_bytes / 2**20:.0f} MiB"
@@ -79,9 +81,12 @@ class PlainDisplay:
 
     def begin(self, plan: Plan) -> None:
         num_skipped = sum(bool(step.skip_reason) for step in plan.steps)
-        skipped = f", {num_skipped} of them cannot run here" * bool(num_skipped)
+        num_kept = sum(bool(step.kept_from) for step in plan.steps)
+        parts = [f"{len(plan.steps)} steps"]
+        parts += [f"{num_skipped} of them cannot run here"] * bool(num_skipped)
+        parts += [f"{num_kept} of them passed before and are kept"] * bool(num_kept)
         phases = ", ".join(map(str, plan.phases))
-        self.say(f"target {plan.target} ({plan.target_reason}); phases {phases}; {len(plan.steps)} steps{skipped}")
+        self.say(f"target {plan.target} ({plan.target_reason}); phases {phases}; {', '.join(parts)}")
 
     def running(self, step: Step, attempt: int, elapsed_s: float) -> None:
         """Nothing: a log needs no clock."""
@@ -153,7 +158,8 @@ def plan_table(plan: Plan) -> Table:
     for heading in ("phase", "target", "ranks", "limit", "note"):
         table.add_column(heading)
     for step in plan.steps:
-        note = f"skipped: {step.skip_reason}" if step.skip_reason else "gate" * step.is_gate
+        notes = ["gate"] * step.is_gate + [kept_words(step)] * bool(step.kept_from)
+        note = f"skipped: {step.skip_reason}" if step.skip_reason else ", ".join(notes)
         phase = f"{step.spec.number} {step.spec.name}"
         table.add_row(phase, step.target, _ranks_words(step), f"{step.seconds:g} s", Text(note))
     return table
@@ -164,7 +170,10 @@ def count_words(results: Sequence[StepResult]) -> str:
     failed are always there, the rest where there is some."""
     counts = {status: sum(result.status == status for result in results) for status in STATUSES}
     kinds = ", ".join(f"{counts[status]} {status}" for status in ("timed out", "flaky") if counts[status])
-    parts = [f"{counts['passed']} passed", f"{sum(counts[s] for s in FAILING)} failed" + f" ({kinds})" * bool(kinds)]
+    num_kept = sum(bool(result.step.kept_from) and result.status == "passed" for result in results)
+    kept = f" ({num_kept} kept from earlier runs)" * bool(num_kept)
+    failed = f"{sum(counts[s] for s in FAILING)} failed" + f" ({kinds})" * bool(kinds)
+    parts = [f"{counts['passed']} passed{kept}", failed]
     parts += [f"{counts[status]} {status}" for status in ("blocked", "skipped") if counts[status]]
     return ", ".join(parts)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from harness.machine import Machine
 from harness.spec import GROUPS, TARGETS, PhaseSpec
@@ -11,6 +11,14 @@ from harness.spec import GROUPS, TARGETS, PhaseSpec
 
 class BadRequest(ValueError):
     """What was asked for does not exist: the call is wrong, nothing was run."""
+
+
+@dataclass(frozen=True)
+class Again:
+    """A step of an earlier run to run again: with which cases (None: all), and how often."""
+
+    cases: tuple[str, ...] | None
+    repeat: int
 
 
 @dataclass(frozen=True)
@@ -25,11 +33,17 @@ class Request:
     repeat: int = 1
     with_gates: bool = True
     seconds: float | None = None
+    from_phase: int | None = None
+    rerun: str | None = None
+    keep: bool = False
+    only: Mapping[str, Again] | None = None
+    """By step name, for ``rerun``."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """One launch: a phase's script on a target with a number of ranks. ``cases`` None means all."""
+    """One launch: a phase's script on a target with a number of ranks. ``cases`` None means all. ``kept_from``: the
+    run whose pass is taken over, so that it is not run."""
 
     spec: PhaseSpec
     target: str
@@ -40,6 +54,7 @@ class Step:
     repeat: int
     is_gate: bool
     skip_reason: str = ""
+    kept_from: str = ""
 
     @property
     def name(self) -> str:
@@ -95,6 +110,8 @@ def _check(request: Request, specs: Mapping[int, PhaseSpec], asked: tuple[int, .
         raise BadRequest(f"--repeat: expected at least 1, got {request.repeat}")
     if request.seconds is not None and not request.seconds > 0:
         raise BadRequest(f"--seconds: expected a number above 0, got {request.seconds}")
+    if request.only is not None:
+        return  # the rest was checked in the run that is taken up again
     offered = {n for number in asked for ranks in specs[number].targets.values() for n in ranks}
     strange = [n for n in request.ranks or () if n not in offered]
     if strange:
@@ -156,9 +173,45 @@ def _steps_of_phase(spec: PhaseSpec, request: Request, target: str, machine: Mac
     return steps
 
 
+def _asked_phases(request: Request, specs: Mapping[int, PhaseSpec]) -> tuple[int, ...]:
+    asked = tuple(sorted(set(request.phases))) if request.phases is not None else tuple(specs)
+    if request.from_phase is not None:
+        first = request.from_phase
+        if not any(number >= first for number in asked):
+            raise BadRequest(f"--from: no asked-for phase from {first} on; there are {list(asked)}")
+        asked = tuple(number for number in asked if number >= first)
+    if request.only is not None:
+        named = [number for number in asked if any(name.startswith(f"phase{number}-") for name in request.only)]
+        if not named:
+            raise BadRequest(f"--rerun: nothing is left to run again of phases {list(asked)}")
+        asked = tuple(named)
+    return asked
+
+
+def _only_undone(
+    steps: list[Step], only: Mapping[str, Again], request: Request, specs: Mapping[int, PhaseSpec]
+) -> list[Step]:
+    """The steps of ``only``; the others of their phases stay as gates where something asked for rests on them."""
+    rests_on = {
+        gate
+        for step in steps
+        if step.name in only
+        for gate in set(with_requirements((step.spec.number,), specs)) - {step.spec.number}
+    }
+    chosen = []
+    for step in steps:
+        if step.name in only:
+            again = only[step.name]
+            cases = again.cases if request.cases is None else step.cases
+            chosen.append(replace(step, is_gate=False, cases=cases, repeat=max(request.repeat, again.repeat)))
+        elif step.spec.number in rests_on and request.with_gates:
+            chosen.append(replace(step, is_gate=True, cases=None, repeat=1))
+    return chosen
+
+
 def make_plan(request: Request, specs: Mapping[int, PhaseSpec], machine: Machine) -> Plan:
     """Check the request and lay out its steps. Raises BadRequest, naming the option, for what does not exist."""
-    asked = tuple(sorted(set(request.phases))) if request.phases is not None else tuple(specs)
+    asked = _asked_phases(request, specs)
     _check(request, specs, asked)
     phases = with_requirements(asked, specs) if request.with_gates else asked
     target, reason = choose_target(request.target, [specs[number] for number in asked], machine)
@@ -167,6 +220,10 @@ def make_plan(request: Request, specs: Mapping[int, PhaseSpec], machine: Machine
         for number in phases
         for step in _steps_of_phase(specs[number], request, target, machine, is_gate=number not in asked)
     ]
+    if request.only is not None:
+        steps = _only_undone(steps, request.only, request, specs)
+        if not any(not step.is_gate for step in steps):
+            raise BadRequest("--rerun: with these options nothing is left to run again")
     if not any(not step.is_gate for step in steps):
         raise BadRequest(f"--groups: no asked-for phase runs with {', '.join(request.groups or ())} at these ranks")
     return Plan(target, reason, tuple(steps))

@@ -22,6 +22,8 @@ from harness.supervisor import LAUNCHER_LOG
 STATUSES = ("passed", "failed", "timed out", "blocked", "skipped", "flaky")
 FAILING = ("failed", "timed out", "flaky")
 RESULTS_FILE = "results.jsonl"
+RUN_FILE = "run.json"
+STOPPED = "the run was stopped"
 LOG_TAIL_LINES = 30
 LOG_TAIL_BYTES = 1 << 16
 
@@ -45,6 +47,8 @@ class StepResult:
     folder: Path | None = None
     log_tails: Mapping[str, str] = field(default_factory=dict)
     again: str = ""
+    key: str = ""
+    """See keys.py; empty where sources changed while the step ran."""
 
     @property
     def is_failing(self) -> bool:
@@ -131,6 +135,10 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
+def kept_words(step: Step) -> str:
+    return f"kept from run {step.kept_from}"
+
+
 def step_line(result: StepResult) -> dict[str, Any]:
     """One line of results.jsonl for a step."""
     step, outcome = result.step, result.outcome
@@ -160,6 +168,8 @@ def step_line(result: StepResult) -> dict[str, Any]:
         "folder": result.folder,
         "log_tails": result.log_tails,
         "again": result.again,
+        "key": result.key,
+        "kept_from": step.kept_from,
     }
     return dict(_plain(line))
 
@@ -176,9 +186,9 @@ def append_line(folder: Path, line: Mapping[str, Any]) -> None:
 
 def write_run_file(folder: Path, values: Mapping[str, Any]) -> None:
     """run.json: what was asked, the machine, the commit, pre- and post-flight, the exit code."""
-    temporary = folder / "run.json.tmp"
+    temporary = folder / f"{RUN_FILE}.tmp"
     temporary.write_text(json.dumps(_plain(values), indent=1, allow_nan=False) + "\n")
-    temporary.replace(folder / "run.json")
+    temporary.replace(folder / RUN_FILE)
 
 
 def _xml_text(text: str) -> str:
@@ -204,6 +214,8 @@ def write_junit(folder: Path, results: Sequence[StepResult]) -> None:
             if result.is_failing:
                 failure = ElementTree.SubElement(case, "failure", type=result.status, message=reason)
                 failure.text = _xml_text(result.failure_text())
+            elif step.kept_from:
+                ElementTree.SubElement(case, "system-out").text = kept_words(step)
             elif result.status in ("skipped", "blocked"):
                 ElementTree.SubElement(case, "skipped", message=f"{result.status}: {reason}")
     tree = ElementTree.ElementTree(root)

@@ -11,12 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.display import Display, show_summary
+from harness.earlier import narrow_to_undone
 from harness.flight import post_flight, pre_flight
+from harness.keys import EarlierSteps, StepKeys, keep_passes
 from harness.launch import base_environment, run_supervised, step_command, step_environment
 from harness.machine import Machine, look_at_machine
 from harness.plan import Plan, Request, Step, make_plan, with_requirements
 from harness.record import RECORD_FILE, judge, read_record
 from harness.results import (
+    STOPPED,
     BuildResult,
     StepResult,
     append_line,
@@ -84,9 +87,12 @@ def build(target: str, folder: Path, project_root: Path, stop: StopRequest, seco
 class Run:
     """The state of one run."""
 
-    def __init__(self, request: Request, places: Places, folder: Path, display: Display, stop: StopRequest) -> None:
+    def __init__(
+        self, request: Request, places: Places, keys: StepKeys, folder: Path, display: Display, stop: StopRequest
+    ) -> None:
         self.request = request
         self.places = places
+        self.keys = keys
         self.folder = folder
         self.display = display
         self.stop = stop
@@ -94,7 +100,7 @@ class Run:
         self.builds: list[BuildResult] = []
 
     def build_for(self, plan: Plan, seconds: float) -> None:
-        for target in sorted({step.target for step in plan.steps if not step.skip_reason}):
+        for target in sorted({step.target for step in plan.steps if not step.skip_reason and not step.kept_from}):
             self.display.say(f"building target {target} …")
             result = build(target, self.folder, self.places.project_root, self.stop, seconds)
             self.builds.append(result)
@@ -105,11 +111,16 @@ class Run:
         if step.skip_reason:
             result = StepResult(step, "skipped", (step.skip_reason,))
         elif self.stop.reason is not None:
-            result = StepResult(step, "skipped", (f"the run was stopped ({self.stop.reason})",))
+            result = StepResult(step, "skipped", (f"{STOPPED} ({self.stop.reason})",))
         elif reason := self._block_reason(step, specs):
             result = StepResult(step, "blocked", (reason,))
+        elif step.kept_from:
+            result = StepResult(step, "passed")
         else:
+            key = self.keys.key(step)
             result = self._run_attempts(step)
+            if self.stop.reason is None and self.keys.key(step) == key:
+                result = dataclasses.replace(result, key=key)
         self.results.append(result)
         append_line(self.folder, step_line(result))
         self.display.finished(result)
@@ -188,22 +199,39 @@ def _commit(folder: Path) -> str:
     return done.stdout.strip() if done.returncode == 0 else "unknown (not a git checkout)"
 
 
-def plan_run(request: Request, places: Places) -> tuple[Plan, dict[int, PhaseSpec], Machine]:
+@dataclass(frozen=True)
+class PlannedRun:
+    """What a run would do. ``notes``: passes of earlier runs that do not hold, in words."""
+
+    plan: Plan
+    specs: dict[int, PhaseSpec]
+    machine: Machine
+    keys: StepKeys
+    notes: tuple[str, ...]
+
+
+def plan_run(request: Request, places: Places) -> PlannedRun:
     """Load the specs and lay out the steps. Raises SpecError or BadRequest."""
     specs = load_specs(places.phases_root)
+    if request.rerun is not None:
+        request = narrow_to_undone(request, places.runs_folder)
     machine = look_at_machine(with_gpus=request.target != "host")
-    return make_plan(request, specs, machine), specs, machine
+    keys = StepKeys(places.phases_root, machine)
+    plan, notes = keep_passes(make_plan(request, specs, machine), request, keys, EarlierSteps(places.runs_folder))
+    return PlannedRun(plan, specs, machine, keys, notes)
 
 
 def run(request: Request, places: Places, display: Display, *, build_seconds: float = BUILD_SECONDS) -> int:
     """Do everything that was asked for; the exit code (0, 1 or 3). Raises SpecError or BadRequest before it starts."""
     stop = StopRequest()
-    plan, specs, machine = plan_run(request, places)
+    planned = plan_run(request, places)
+    plan, specs = planned.plan, planned.specs
     folder = new_run_folder(places.runs_folder)
-    this_run = Run(request, places, folder, display, stop)
+    this_run = Run(request, places, planned.keys, folder, display, stop)
     facts: dict[str, object] = {
         "request": request,
-        "machine": machine,
+        "command": ["python", "-m", "harness", *sys.argv[1:]],
+        "machine": planned.machine,
         "commit": _commit(places.project_root),
         "target": plan.target,
         "target_reason": plan.target_reason,
@@ -215,6 +243,8 @@ def run(request: Request, places: Places, display: Display, *, build_seconds: fl
         display.say(f"pre-flight: {warning}")
     write_run_file(folder, {**facts, "pre_flight": before})
     this_run.build_for(plan, build_seconds)
+    for note in planned.notes:
+        display.say(note)
     display.begin(plan)
     try:
         for step in plan.steps:
@@ -224,7 +254,7 @@ def run(request: Request, places: Places, display: Display, *, build_seconds: fl
     after = post_flight()
     code = exit_code(this_run.results, this_run.builds, after.leftovers)
     if stop.reason is not None:
-        display.say(f"the run was stopped ({stop.reason})")
+        display.say(f"{STOPPED} ({stop.reason})")
         code = 1
     write_junit(folder, this_run.results)
     finished = time.strftime("%Y-%m-%dT%H:%M:%S%z")

@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from harness import processes
+from harness.keys import run_order
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -68,12 +69,12 @@ class HarnessCall:
 
     code: int
     output: str
-    runs_folder: Path
+    run_folders: tuple[Path, ...]
+    """Of the runs there were when it ended, newest last."""
 
     @property
     def run_folder(self) -> Path:
-        (folder,) = self.runs_folder.iterdir()
-        return folder
+        return self.run_folders[-1]
 
     def lines(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.run_folder / "results.jsonl").read_text().splitlines()]
@@ -121,9 +122,7 @@ class Project:
         return path
 
     def command(self, *arguments: str) -> list[str]:
-        places = ["--phases-root", str(self.root / "phases")]
-        if arguments[0] != "plan":
-            places += ["--runs-dir", str(self.runs_folder)]
+        places = ["--phases-root", str(self.root / "phases"), "--runs-dir", str(self.runs_folder)]
         return [sys.executable, "-m", "harness", *arguments, *places]
 
     def environment(self) -> dict[str, str]:
@@ -143,7 +142,8 @@ class Project:
     def call(self, *arguments: str) -> HarnessCall:
         with self.start(*arguments) as process:
             output, _ = process.communicate(timeout=120)
-        return HarnessCall(process.returncode, output, self.runs_folder)
+        folders = sorted(self.runs_folder.glob("*"), key=lambda folder: run_order(folder.name))
+        return HarnessCall(process.returncode, output, tuple(folders))
 
 
 def processes_in(folder: Path) -> list[str]:
