@@ -192,6 +192,12 @@ class SymmBuffer:
         whole = _region_view(memory, region)
         return whole[self.epoch % NUM_BANKS] if region.banked else whole
 
+    def memory_of(self, rank: int | None = None) -> Tensor:
+        """A rank's whole buffer, uint8 [num_bytes], live; None means this rank's. Raises ValueError when closed."""
+        self._require_open()
+        memory: Tensor = self._rank.memory if rank is None else self._rank.peer_memory(rank)
+        return memory
+
     @property
     def epoch(self) -> int:
         """Launches that have ended on this buffer."""

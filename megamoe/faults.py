@@ -5,11 +5,13 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from megamoe.config import MegaMoEConfig
 from megamoe.layout import FAULT_RECORD, MAX_FAULT_RECORDS
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class FaultKind(enum.IntEnum):
@@ -120,8 +122,13 @@ def read_fault_records(fault_count: int, records: Tensor) -> list[Fault]:
         fault_count: faults counted; only the first 32 have records.
         records: int32 or uint32 words [32, words of a record], on the CPU.
     """
+    return decode_fault_records(fault_count, records.tolist())
+
+
+def decode_fault_records(fault_count: int, records: Sequence[Sequence[int]]) -> list[Fault]:
+    """`read_fault_records` of words that are Python integers."""
     faults = []
-    for row in records[: min(fault_count, MAX_FAULT_RECORDS)].tolist():
+    for row in records[: min(fault_count, MAX_FAULT_RECORDS)]:
         words = {name: int(word) & 0xFFFFFFFF for name, word in zip(FAULT_RECORD.words, row, strict=True)}
         if not words["written"]:
             continue

@@ -250,10 +250,10 @@ def test_stats_accumulate(buffers: VirtualSymmBuffer) -> None:
 
 
 def shared_mappings() -> int:
-    """Bytes of anonymous shared memory this process maps: what virtual ranks live in."""
+    """Bytes of the memory of ranks that this process maps."""
     total = 0
     for line in Path("/proc/self/maps").read_text().splitlines():
-        if re.search(r"rw-s .*/dev/zero", line):
+        if re.search(r"rw-s .*/memfd:megamoe-rank", line):
             first, last = line.split()[0].split("-")
             total += int(last, 16) - int(first, 16)
     return total

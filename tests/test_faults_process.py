@@ -19,6 +19,7 @@ from torch import Tensor
 import megamoe
 from megamoe import MegaMoEConfig, MegaMoEFault, SymmBuffer, VirtualGroup
 from megamoe.faults import FaultKind
+from megamoe.inspect.names import memfd_name
 from megamoe.targets import host
 from megamoe.targets.host import HostStream
 from tests.layers import (
@@ -125,7 +126,8 @@ def has_published(buffer: SymmBuffer, source: int, epoch: int) -> bool:
 def killed_before_a_launch(me: Rank) -> None:
     buffer, batches = open_buffer(me.group, CONFIG, timeout_s=DEADLINE_S), routes_to_all(CONFIG)
     assert megamoe_descriptors() != []
-    assert {line.split("memfd:")[1] for line in megamoe_mappings()} == {f"megamoe-rank{r} (deleted)" for r in range(3)}
+    names = {line.split("memfd:")[1].removesuffix(" (deleted)") for line in megamoe_mappings()}
+    assert names == {memfd_name(CONFIG, rank) for rank in range(3)}
     assert not any("/dev/shm" in line for line in Path("/proc/self/maps").read_text().splitlines())
     works(buffer, 1)
     works(buffer, 2)

@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 from megamoe import jit
+from megamoe.config import MegaMoEConfig
 from megamoe.groups import Group
+from megamoe.inspect.names import memfd_name
 from megamoe.layout import (
     HOST_STATUS_STRUCT,
     BufferLayout,
@@ -88,7 +90,7 @@ def build_all(report: Callable[[str], None] = print) -> None:
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """A rank's buffer: bytes that this process addresses, and the descriptor behind them (-1: private memory).
+    """A rank's buffer: bytes that this process addresses, and the descriptor behind them (-1: another process's).
 
     Named memory is a memfd, reachable by other processes through ``/proc/<pid>/fd`` and gone with the last of them.
     """
@@ -109,14 +111,27 @@ def _map(descriptor: int, num_bytes: int) -> Tensor:
         raise OSError(f"no memory for a buffer of {num_bytes} bytes: {error}") from error
 
 
-def _share(name: str, num_bytes: int) -> SharedMemory:
-    descriptor = os.memfd_create(name)
+def _share(config: MegaMoEConfig, rank: int, num_bytes: int) -> SharedMemory:
+    descriptor = os.memfd_create(memfd_name(config, rank))
     try:
         os.ftruncate(descriptor, num_bytes)
         return SharedMemory(_map(descriptor, num_bytes), descriptor)
     except BaseException:
         os.close(descriptor)
         raise
+
+
+def _share_all(layout: BufferLayout) -> list[SharedMemory]:
+    """Of every rank of a virtual group: memfds too, so that a hang of theirs can be looked at from outside."""
+    shared: list[SharedMemory] = []
+    try:
+        for rank in range(layout.config.num_ranks):
+            shared.append(_share(layout.config, rank, layout.num_bytes))
+    except OSError:
+        for memory in shared:
+            os.close(memory.descriptor)
+        raise
+    return shared
 
 
 def _attach(pid: int, descriptor: int, num_bytes: int) -> SharedMemory:
@@ -127,13 +142,14 @@ def _attach(pid: int, descriptor: int, num_bytes: int) -> SharedMemory:
         os.close(mine)
 
 
-def _allocate(group: Group, num_bytes: int) -> list[SharedMemory]:
+def _allocate(group: Group, layout: BufferLayout) -> list[SharedMemory]:
     """The memory of every rank of the group, in rank order, zeroed. Collective."""
+    num_bytes = layout.num_bytes
     if len(group.local_ranks) == group.num_ranks:
-        return [SharedMemory(_map(-1, num_bytes), -1) for _ in range(group.num_ranks)]
+        return _share_all(layout)
     (rank,) = group.local_ranks
     try:
-        own = _share(f"megamoe-rank{rank}", num_bytes)
+        own = _share(layout.config, rank, num_bytes)
     except OSError as error:
         _all_gather_or_fail(group, rank, error)  # the others must not wait for this rank
         raise
@@ -309,6 +325,6 @@ def open_ranks(group: Group, layout: BufferLayout, max_workers: int | None = Non
     Args:
         max_workers: worker threads a rank may have; None: as many as the group says.
     """
-    memories = _allocate(group, layout.num_bytes)
+    memories = _allocate(group, layout)
     workers = group.num_workers if max_workers is None else min(max_workers, group.num_workers)
     return [HostRank(layout, rank, memories, workers) for rank in group.local_ranks]
