@@ -75,8 +75,9 @@ def test_accumulate_is_the_buffers_and_the_host_target_is_exact_whatever_it_says
     x, ids, w = batch(3, 9)
     answers_of = {}
     for accumulate in ("fp32", "fast"):
-        options = {"num_topk": TOPK, "num_max_tokens_per_rank": CAPACITY, "accumulate": accumulate}
-        layer = MegaMoE(natural(0), VirtualGroup(1), **options)
+        layer = MegaMoE(
+            natural(0), VirtualGroup(1), num_topk=TOPK, num_max_tokens_per_rank=CAPACITY, accumulate=accumulate
+        )
         assert layer.sym_buffer.config.accumulate == accumulate
         answers_of[accumulate] = layer(x, ids, w)
         layer.close()

@@ -19,9 +19,10 @@ from phases.phase2 import dispatch_only_correctness as phase2
 from phases.phase3 import l1_wgmma_correctness as phase3
 from phases.phase4 import l1_epilogue_correctness as phase4
 from phases.phase6 import end_to_end_correctness as phase6
-from phases.support import launches
+from phases.support import launches, runner
 from phases.support.numeric import numeric_variants
 from phases.support.runner import CaseList, Phase, Variant, run_phase
+from phases.support.view_specs import load_views
 
 ROOT = Path(__file__).resolve().parent.parent
 SPECS = load_specs(ROOT / "phases")
@@ -202,6 +203,33 @@ def test_a_y_that_is_nearly_right_fails_bit_for_bit(
     out = capsys.readouterr().out
     assert "y against own_partials: exact: 1 of" in out
     assert "y against oracle" not in out  # one bit is within that bound
+
+
+@pytest.mark.parametrize(("factor", "seen"), [(1.010, False), (1.013, True)])
+def test_on_a_gpu_the_norm_of_y_is_over_all_ranks(
+    factor: float, seen: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One of two ranks is off by that much: with 1 % it alone is beyond the bound, with 1.3 % both together are."""
+    waits = launches.wait
+    queue = launches.Launcher.queue
+    prepared: list[launches.Launch] = []
+
+    def remember(self: launches.Launcher, launch: launches.Launch) -> None:
+        prepared[:] = [launch]
+        queue(self, launch)
+
+    def scale(buffers: Any) -> None:
+        waits(buffers)
+        prepared[0].y[0].mul_(factor)
+
+    monkeypatch.setattr(launches, "wait", scale)
+    monkeypatch.setattr(launches.Launcher, "queue", remember)
+    monkeypatch.setattr(runner, "load_views", lambda folder, target: load_views(folder, "sm90"))
+    assert run_here(6, "--cases", "one_expert", "--ranks", "2") == 1
+    out = capsys.readouterr().out
+    assert "rank 0: y against own_partials: exact" in out  # which is what the failure is about with 1 %
+    assert ("rank 0: y against oracle: y_all_ranks" in out) == seen
+    assert ("rank 1: y against oracle: y_all_ranks" in out) == seen
 
 
 def test_views_that_nobody_writes_fail(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ import yaml
 
 from megamoe import MegaMoEConfig
 from megamoe.config import Stage
+from megamoe.reference import squares
 from phases.support.checks import CaseChecks, view_lines
 from phases.support.coverage import Coverage
 from phases.support.expressions import config_values, evaluate
@@ -85,11 +86,28 @@ def test_views_of_every_phase_fit_the_buffer_that_they_describe() -> None:
 
 def test_bounds_of_targets() -> None:
     host, gpu = (load_views(PHASES / "phase3", target)["l1_accum_debug"] for target in ("host", "sm90"))
-    assert host.bounds(all_positive=False) == {"oracle": "l1_accum_host"}
-    assert gpu.bounds(all_positive=False) == {"oracle": "l1_accum"}
-    assert gpu.bounds(all_positive=True) == {"oracle": "l1_accum_positive"}
+    for kinds, host_bound, gpu_bound in (
+        ((), "l1_accum_host", "l1_accum"),
+        (("zero_rows",), "l1_accum_host", "l1_accum"),
+        (("all_positive",), "l1_accum_host_positive", "l1_accum_positive"),
+        (("heavy_tailed",), "l1_accum_host", "l1_accum_cancelling"),
+        (("fast", "heavy_tailed"), "l1_accum_fast", "l1_accum_fast"),
+    ):
+        assert host.bounds(kinds) == {"oracle": host_bound}
+        assert gpu.bounds(kinds) == {"oracle": gpu_bound}
+    expected = {
+        "l2_acts": ("l2_acts", "l2_acts_tensor_core", "l2_acts_fast", "l2_acts_fast"),
+        "l2_acts_sf": ("l2_acts_sf", "l2_acts_sf", "l2_acts_sf_fast", "l2_acts_sf_fast"),
+        "combine": ("combine", "combine", "combine_fast", "combine_fast"),
+        "y": ("y", "y_all_ranks", "y_fast", "y_fast_all_ranks"),
+    }
+    for name, bounds in expected.items():
+        number = 6 if name == "y" else 5
+        views = [load_views(PHASES / f"phase{number}", target)[name] for target in ("host", "sm90")]
+        assert tuple(view.bounds(kinds)["oracle"] for kinds in ((), ("fast",)) for view in views) == bounds
     y = load_views(PHASES / "phase6", "host")["y"]
-    assert dict(y.compare) == {"oracle": "y", "own_partials": "exact", "unquantised": "y_unquantised"}
+    assert y.bounds() == {"oracle": "y", "own_partials": "exact", "unquantised": "y_unquantised"}
+    assert y.bounds(("fast",)) == {"oracle": "y_fast", "own_partials": "exact", "unquantised": "y_unquantised_fast"}
 
 
 def test_layout_errors_name_what_differs() -> None:
@@ -109,6 +127,8 @@ def test_layout_errors_name_what_differs() -> None:
         ({"rows": "some"}, "rows"),
         ({"compare": "nearly"}, "no bound"),
         ({"compare": {"sm90": "exact"}}, "no bound for target host"),
+        ({"where": {"fast": "nearly"}}, "no bound"),
+        ({"where": {"quick": "exact"}}, "where: expected some of fast, normal"),
         ({"strides": [1]}, "strides"),
         ({"other": 1}, "expected the fields"),
     ],
@@ -185,6 +205,9 @@ def test_numeric_cases_hold_what_numerics_asks_for(num_ranks: int, stage: Stage)
     assert len({work.name for work in works}) == len(works)
     assert {work.config.block_m for work in works} == {32, 64, 128}
     assert {work.activations for work in works} == set(ACTIVATIONS)
+    fast = [work for work in works if work.config.accumulate == "fast"]
+    assert fast == cases["accumulate_fast"] if stage is Stage.COMBINE else not fast
+    assert all(work.kinds == ("fast", "normal") for work in fast)
     assert {work.masked for work in cases["masked"]} == {0.0, 0.3, 1.0}
     assert {0, 1, 8, 48, 192} <= {tokens for work in cases["token_counts"] for tokens in work.tokens}
     for work in cases["edge_counts"]:
@@ -216,6 +239,19 @@ def test_lines_of_a_view_add_up_over_ranks() -> None:
     assert (line["compared"], line["wrong"], line["max_error"], line["ok"]) == (6, 2, 1.0, False)
     assert len(checks.failures) == 1
     assert checks.failures[0].startswith("rank 2: x against oracle")
+    assert "max_rank_error" not in line
+
+
+def test_lines_of_a_norm_over_all_ranks_say_the_worst_of_one_rank_too() -> None:
+    checks = CaseChecks("case")
+    pairs = [(torch.full((n, 8), 1 + error), torch.ones(n, 8)) for n, error in ((1, 0.01), (99, 0.001))]
+    everyone = squares(*pairs[0]) + squares(*pairs[1])
+    for rank, pair in enumerate(pairs):
+        checks.compare("y", "y_all_ranks", *pair, rank=rank, all_ranks=everyone)
+    (line,) = view_lines("case", [vars(check) for check in checks.views])
+    assert (line["ok"], line["bound"]) == (True, 8e-3)
+    assert line["max_error"] == pytest.approx(1.41e-3, rel=1e-2)
+    assert line["max_rank_error"] == pytest.approx(0.01, rel=1e-3)
 
 
 def test_what_failed_is_dumped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

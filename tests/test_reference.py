@@ -19,8 +19,10 @@ from megamoe.config import MegaMoEConfig
 from megamoe.quant import E4M3, dequantize_activations, dequantize_weights, quantize_activations, quantize_weights
 from megamoe.reference import (
     BOUNDS,
+    Comparison,
     Pool,
     RankInputs,
+    Squares,
     combine,
     compare,
     dispatch,
@@ -32,6 +34,7 @@ from megamoe.reference import (
     norm_error,
     quantize_h,
     row_errors,
+    squares,
 )
 from megamoe.reference.bounds import e4m3_ordinals
 from megamoe.weights import L1Weights, L2Weights, transform_weights_for_mega_moe
@@ -463,20 +466,41 @@ def test_the_table() -> None:
         "exact": 0.0,
         "l1_accum": 3e-4,
         "l1_accum_positive": 1.5e-3,
+        "l1_accum_cancelling": 1.5e-3,
         "l1_accum_host": pytest.approx(3e-5),
         "l1_accum_host_positive": pytest.approx(1.5e-4),
         "l1_accum_fast": 5e-3,
         "l2_acts_sf": 3e-3,
+        "l2_acts_sf_fast": 2e-2,
         "l2_acts": 1.0,
+        "l2_acts_tensor_core": 1.0,
+        "l2_acts_fast": 1.0,
         "combine": 2.5e-3,
+        "combine_fast": 5e-3,
         "y": 8e-3,
-        "y_fast": 16e-3,
+        "y_all_ranks": 8e-3,
         "y_unquantised": 2.6e-2,
+        "y_fast": 16e-3,
+        "y_fast_all_ranks": 16e-3,
+        "y_unquantised_fast": 5.2e-2,
     }
-    assert BOUNDS["y"].row_limit == 3e-2
-    assert BOUNDS["y_fast"].row_limit == 6e-2
-    assert BOUNDS["l2_acts"].one_step_share == 0.02
-    assert BOUNDS["y_unquantised"].min_rows == 48
+    row_limits = {name: bound.row_limit for name, bound in BOUNDS.items() if bound.row_limit is not None}
+    assert row_limits == {
+        "combine": 3e-2,
+        "combine_fast": 6e-2,
+        "y": 3e-2,
+        "y_all_ranks": 3e-2,
+        "y_fast": 6e-2,
+        "y_fast_all_ranks": 6e-2,
+    }
+    shares = {name: (bound.unequal_share, bound.near) for name, bound in BOUNDS.items() if bound.unequal_share}
+    assert shares == {
+        "l2_acts": (0.02, 0.0),
+        "l2_acts_tensor_core": (0.02, pytest.approx(0.448)),
+        "l2_acts_fast": (0.12, pytest.approx(4.48)),
+    }
+    assert {name for name, bound in BOUNDS.items() if bound.all_ranks} == {"y_all_ranks", "y_fast_all_ranks"}
+    assert {name for name, bound in BOUNDS.items() if bound.min_rows == 48} == {"y_unquantised", "y_unquantised_fast"}
 
 
 @pytest.mark.parametrize("dtype", [torch.uint64, torch.uint32, torch.int64, torch.float32, torch.bfloat16, E4M3])
@@ -510,7 +534,9 @@ def test_exact_on_nan_and_zeros() -> None:
     assert not compare("exact", torch.tensor([math.nan, math.inf, -0.0]), fp32).ok
 
 
-@pytest.mark.parametrize("name", ["l1_accum", "l1_accum_positive", "l1_accum_host", "l1_accum_host_positive"])
+@pytest.mark.parametrize(
+    "name", ["l1_accum", "l1_accum_positive", "l1_accum_cancelling", "l1_accum_host", "l1_accum_host_positive"]
+)
 def test_accumulator_bound_of_every_element(name: str) -> None:
     limit = BOUNDS[name].limit
     expected = torch.zeros(4, 8, dtype=torch.float64)
@@ -525,15 +551,16 @@ def test_accumulator_bound_of_every_element(name: str) -> None:
     assert not compare(name, expected, expected + 1, magnitude=torch.full_like(magnitude, math.nan)).ok
 
 
-def test_scale_bound_is_relative() -> None:
+@pytest.mark.parametrize(("name", "limit"), [("l2_acts_sf", 3e-3), ("l2_acts_sf_fast", 2e-2)])
+def test_scale_bound_is_relative(name: str, limit: float) -> None:
     expected = torch.logspace(-12, 3, 64).reshape(16, 4)
     expected[3, 3] = math.inf
-    actual = expected * 1.0029
-    assert compare("l2_acts_sf", actual, expected).ok
-    actual[2, 1] = expected[2, 1] * 0.9969
-    outcome = compare("l2_acts_sf", actual, expected)
+    actual = expected * (1 + 0.97 * limit)
+    assert compare(name, actual, expected).ok
+    actual[2, 1] = expected[2, 1] * (1 - 1.03 * limit)
+    outcome = compare(name, actual, expected)
     assert (outcome.ok, outcome.num_wrong, outcome.worst) == (False, 1, (2, 1))
-    assert outcome.max_error == pytest.approx(3.1e-3, rel=1e-2)
+    assert outcome.max_error == pytest.approx(1.03 * limit, rel=1e-2)
 
 
 def test_e4m3_steps() -> None:
@@ -563,6 +590,40 @@ def test_e4m3_steps() -> None:
     assert not compare("l2_acts", small.view(E4M3), expected[:1, :5].view(E4M3)).ok
 
 
+@pytest.mark.parametrize(
+    ("name", "near_pair", "far_pair", "share"),
+    [
+        # Actual and expected many steps apart: 0.4375 and 0.453125 of 0.448; 4 and 4.5 of 4.48; none is near.
+        ("l2_acts_tensor_core", (0.0, 0.4375), (-0.015625, 0.4375), 0.02),
+        ("l2_acts_fast", (0.0, 4.0), (0.0, 4.5), 0.12),
+        ("l2_acts", (0.0, 0.0), (0.0, 2**-8), 0.02),
+    ],
+)
+def test_e4m3_steps_of_values_that_are_small_beside_the_largest(
+    name: str, near_pair: tuple[float, float], far_pair: tuple[float, float], share: float
+) -> None:
+    expected = torch.full((10, 50), 224.0)
+    actual = expected.clone()
+    actual[3, 4], expected[3, 4] = near_pair
+    actual[5, 6], expected[5, 6] = far_pair
+    outcome = compare(name, actual.to(E4M3), expected.to(E4M3))
+    assert (outcome.ok, outcome.num_wrong, outcome.worst) == (False, 1, (5, 6))
+    actual[5, 6] = expected[5, 6]
+    outcome = compare(name, actual.to(E4M3), expected.to(E4M3))
+    assert outcome.ok, outcome.message
+    assert outcome.max_error <= outcome.bound
+    # What is near counts as unequal, as one step does.
+    allowed = int(share * actual.numel())
+    actual.view(-1)[400 : 400 + allowed - (near_pair[0] != near_pair[1])] = 240.0
+    assert compare(name, actual.to(E4M3), expected.to(E4M3)).ok
+    actual[7, 7] = 240.0
+    outcome = compare(name, actual.to(E4M3), expected.to(E4M3))
+    assert (outcome.ok, outcome.num_wrong) == (False, allowed + 1)
+    actual = expected.clone()
+    actual[0, 0] = 256.0  # two steps of 16
+    assert not compare(name, actual.to(E4M3), expected.to(E4M3)).ok
+
+
 def test_e4m3_steps_across_zero_and_nan() -> None:
     def outcome(actual: list[int], expected: list[int]) -> bool:
         pair = [torch.tensor(codes, dtype=torch.uint8).view(E4M3) for codes in (actual, expected)]
@@ -576,7 +637,10 @@ def test_e4m3_steps_across_zero_and_nan() -> None:
     assert not outcome([0x7F], [0x7E])
 
 
-@pytest.mark.parametrize("name", ["l1_accum_fast", "combine", "y", "y_fast", "y_unquantised"])
+NORMS = ["l1_accum_fast", "combine", "combine_fast", "y", "y_fast", "y_unquantised", "y_unquantised_fast"]
+
+
+@pytest.mark.parametrize("name", NORMS)
 def test_norm_bounds(name: str) -> None:
     limit = BOUNDS[name].limit
     expected = torch.randn(64, 128, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -590,7 +654,40 @@ def test_norm_bounds(name: str) -> None:
     assert not compare(name, swapped, expected).ok
 
 
-@pytest.mark.parametrize("name", ["y", "y_fast", "combine"])
+@pytest.mark.parametrize("name", ["y_all_ranks", "y_fast_all_ranks"])
+def test_a_norm_over_all_ranks(name: str) -> None:
+    """A rank beyond the bound passes among ranks that are not, all fail together, and every row has its own limit."""
+    bound = BOUNDS[name]
+    assert bound.row_limit is not None
+    draw = torch.Generator().manual_seed(1)
+    expected = [torch.randn(rows, 128, generator=draw, dtype=torch.float64) for rows in (1, 0, 30)]
+
+    def outcomes(factors: tuple[float, float, float]) -> list[Comparison]:
+        actual = [one * (1 + factor) for one, factor in zip(expected, factors, strict=True)]
+        everyone = sum(map(squares, actual, expected), Squares(0.0, 0.0))
+        return [compare(name, *pair, all_ranks=everyone) for pair in zip(actual, expected, strict=True)]
+
+    alone, nobody, many = outcomes((1.5 * bound.limit, 0.0, 0.5 * bound.limit))
+    assert all(outcome.ok for outcome in (alone, nobody, many)), (alone.message, many.message)
+    assert alone.own_error == pytest.approx(1.5 * bound.limit)
+    assert many.own_error == pytest.approx(0.5 * bound.limit)
+    assert alone.max_error == many.max_error < bound.limit
+    alone, _, many = outcomes((0.0, 0.0, 1.1 * bound.limit))
+    assert (alone.ok, many.ok, many.max_error > bound.limit) == (False, False, True)
+    alone, _, many = outcomes((1.01 * bound.row_limit, 0.0, 0.0))  # its norm over all is 1/5 of the bound
+    assert (alone.ok, many.ok, alone.max_error < bound.limit) == (False, True, True)
+
+
+def test_squares_leave_out_what_no_norm_has() -> None:
+    expected = torch.tensor([[3.0, math.nan], [4.0, math.inf]])
+    actual = torch.tensor([[3.0, math.nan], [4.5, math.inf]])
+    assert squares(actual, expected) == Squares(0.25, 25.0)
+    assert (squares(actual, expected) + Squares(0.75, 75.0)).norm_error == pytest.approx(0.1)
+    assert Squares(0.0, 0.0).norm_error == 0.0
+    assert Squares(1e-30, 0.0).norm_error == math.inf
+
+
+@pytest.mark.parametrize("name", ["y", "y_fast", "combine", "combine_fast"])
 def test_a_tiny_row_is_checked_by_itself(name: str) -> None:
     row_limit = BOUNDS[name].row_limit
     assert row_limit is not None
@@ -665,6 +762,8 @@ def test_compare_refuses_what_cannot_be_compared() -> None:
         (lambda: compare("y", f64.long(), f64), "actual: got int64 .* expected floating point"),
         (lambda: compare("l1_accum", f64, f64), r"magnitude: got NoneType None, expected float64 \[4, 8\]"),
         (lambda: compare("y", f64, f64, magnitude=f64), "magnitude: got float64 .* expected None for y"),
+        (lambda: compare("y_all_ranks", f64, f64), "all_ranks: got None, expected the squares of all ranks"),
+        (lambda: compare("y", f64, f64, all_ranks=Squares(0.0, 1.0)), "all_ranks: got Squares.*, expected None for y"),
         (lambda: compare("y_unquantised", f64, f64), "actual: got 4 rows, expected at least 48"),
     ]:
         with pytest.raises(ValueError, match=words):

@@ -18,7 +18,17 @@ combine        float64 partials: float64 sum. bf16 partials: fp32 sum in slot or
 float64 has no overflow where fp32 has one: the oracle is meant for tokens whose accumulators stay below 3e38.
 """
 
-from megamoe.reference.bounds import BOUNDS, Bound, Comparison, compare, norm_error, row_errors
+from megamoe.reference.bounds import (
+    BOUNDS,
+    Bound,
+    Comparison,
+    Measure,
+    Squares,
+    compare,
+    norm_error,
+    row_errors,
+    squares,
+)
 from megamoe.reference.combine import combine
 from megamoe.reference.dispatch import Pool, RankInputs, dispatch
 from megamoe.reference.l1 import l1_epilogue, l1_gemm, quantize_h
@@ -29,8 +39,10 @@ __all__ = [
     "BOUNDS",
     "Bound",
     "Comparison",
+    "Measure",
     "Pool",
     "RankInputs",
+    "Squares",
     "combine",
     "compare",
     "dispatch",
@@ -42,4 +54,5 @@ __all__ = [
     "norm_error",
     "quantize_h",
     "row_errors",
+    "squares",
 ]

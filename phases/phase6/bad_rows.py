@@ -13,7 +13,7 @@ from megamoe.faults import FaultKind
 from phases.support.checks import CaseChecks
 from phases.support.inputs import Tokens, Workload, make_tokens
 from phases.support.launches import Launch
-from phases.support.oracle import layer_answers
+from phases.support.numeric import compare_answers
 from phases.support.runner import Phase
 from phases.support.workloads import make_config
 
@@ -58,8 +58,7 @@ def check_non_finite(phase: Phase, checks: CaseChecks) -> None:
     clean = phase.launcher.launch(config, without)
     launch = phase.launcher.launch(config, edited)
     _compare_rows(checks, launch, clean, [bad] * config.num_ranks, "NaN in those rows, else the clean launch")
-    for rank, answer in layer_answers(launch, phase.launcher).items():
-        checks.compare("y", "y", launch.y[rank].cpu(), answer, rank=rank)
+    compare_answers(phase, checks, launch)
 
 
 def check_bad_id(phase: Phase, checks: CaseChecks) -> None:

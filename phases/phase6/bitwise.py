@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megamoe import DebugWindow, MegaMoEConfig, VirtualGroup, launch_mega_moe
+from megamoe.config import Accumulate
 from phases.support.checks import CaseChecks
 from phases.support.inputs import Tokens, Workload, concatenate, make_tokens, split
 from phases.support.launches import Launch, Launcher, Options, as_bits, wait
@@ -21,8 +22,8 @@ EXPERTS = 8
 """Of the cases that change the number of ranks: divisible by all of them."""
 
 
-def _case_config(phase: Phase, num_experts: int | None = None) -> MegaMoEConfig:
-    return make_config(phase.ranks, tiles=2, num_experts=num_experts)
+def _case_config(phase: Phase, num_experts: int | None = None, accumulate: Accumulate = "fp32") -> MegaMoEConfig:
+    return make_config(phase.ranks, tiles=2, num_experts=num_experts, accumulate=accumulate)
 
 
 def _uneven(num_ranks: int, most: int = 12) -> tuple[int, ...]:
@@ -59,9 +60,9 @@ def virtual_answers(phase: Phase, config: MegaMoEConfig, tokens: Sequence[Tokens
     return answers
 
 
-def check_run_to_run(phase: Phase, checks: CaseChecks) -> None:
+def check_run_to_run(phase: Phase, checks: CaseChecks, *, accumulate: Accumulate) -> None:
     """The same inputs again, alone and three launches queued one behind the other."""
-    config = _case_config(phase)
+    config = _case_config(phase, accumulate=accumulate)
     tokens = _tokens("run_to_run", config, _uneven(phase.ranks.num_ranks))
     first = phase.launcher.launch(config, tokens)
     _compare(checks, phase.launcher.launch(config, tokens).y, first.y, "an earlier launch")
@@ -90,12 +91,18 @@ def check_tile_shapes(phase: Phase, checks: CaseChecks, *, granularity: int) -> 
             _compare(checks, launch.y, base.y, f"tiles {shapes[0]}, here {tiles}")
 
 
-def check_tile_heights(phase: Phase, checks: CaseChecks, *, granularity: int) -> None:
+def check_tile_heights(phase: Phase, checks: CaseChecks, *, granularity: int, accumulate: Accumulate) -> None:
     """The same tokens in short tiles, and in tall ones because others' rows share their block; values whose exponents
     differ from column to column and from row to row as far as the formats go, so that the order of a sum shows."""
     ranks = phase.ranks
     config = make_config(
-        ranks, shape=ODD, granularity=granularity, num_experts=ranks.num_ranks, num_topk=1, capacity=256
+        ranks,
+        shape=ODD,
+        granularity=granularity,
+        num_experts=ranks.num_ranks,
+        num_topk=1,
+        capacity=256,
+        accumulate=accumulate,
     )
     few, more = (40,) * ranks.num_ranks, (200,) * ranks.num_ranks
     tokens = [_spread_exponents(given, 20) for given in _tokens("tile_heights", config, few)]
@@ -115,11 +122,11 @@ def _spread_exponents(given: Tokens, spread: int) -> Tokens:
     return replace(given, x=(given.x.float() * torch.exp2(steps.float())).to(torch.bfloat16))
 
 
-def check_world_sizes(phase: Phase, checks: CaseChecks) -> None:
+def check_world_sizes(phase: Phase, checks: CaseChecks, *, accumulate: Accumulate) -> None:
     """The same tokens and experts over 1, 2, 4 and 8 ranks: of this group, and virtual ones in the first process."""
     most = max(WORLD_SIZES)
     total = 5 * most
-    config = _case_config(phase, num_experts=EXPERTS)
+    config = _case_config(phase, num_experts=EXPERTS, accumulate=accumulate)
     own_counts = _shares(total, phase.ranks.num_ranks)
     tokens = _tokens("world_sizes", config, own_counts)
     own = torch.cat(all_answers(phase, phase.launcher.launch(config, tokens)))

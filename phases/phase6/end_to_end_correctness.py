@@ -6,6 +6,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from megamoe.config import ACCUMULATE_CHOICES
 from phases.phase6 import bad_rows, bitwise, repeated
 from phases.support.numeric import activation_clamp_variants, numeric_variants
 from phases.support.ranks import Ranks
@@ -20,13 +21,29 @@ def _why_no_graph(ranks: Ranks) -> str:
     return f"target {ranks.target} has no graphs to capture; target sm90 runs it"
 
 
+def _tile_variants(ranks: Ranks) -> list[Variant]:
+    """Target sm90 chooses the height of a tile from the rows of its block, and has no other shapes."""
+    if ranks.target == "host":
+        check = bitwise.check_tile_shapes
+        return [
+            Variant(f"tile_shapes[granularity={granularity}]", partial(check, granularity=granularity))
+            for granularity in (64, 128)
+        ]
+    return [
+        Variant(
+            f"tile_shapes[granularity={granularity},accumulate={accumulate}]",
+            partial(bitwise.check_tile_heights, granularity=granularity, accumulate=accumulate),
+        )
+        for granularity in (64, 128)
+        for accumulate in ACCUMULATE_CHOICES
+    ]
+
+
 def make_cases(phase: Phase) -> CaseList:
     ranks = phase.ranks
     bodies = {
         "non_finite": bad_rows.check_non_finite,
         "bad_id": bad_rows.check_bad_id,
-        "run_to_run": bitwise.check_run_to_run,
-        "world_sizes": bitwise.check_world_sizes,
         "group_kinds": bitwise.check_group_kinds,
         "permutation": bitwise.check_permutation,
         "added_tokens": bitwise.check_added_tokens,
@@ -34,12 +51,12 @@ def make_cases(phase: Phase) -> CaseList:
         "repeated_launches": repeated.check_repeated_launches,
     }
     cases = {name: [Variant(name, body)] for name, body in bodies.items()}
-    # Target sm90 chooses the height of a tile from the rows of its block, and has no other shapes.
-    check_tiles = bitwise.check_tile_shapes if ranks.target == "host" else bitwise.check_tile_heights
-    cases["tile_shapes"] = [
-        Variant(f"tile_shapes[granularity={granularity}]", partial(check_tiles, granularity=granularity))
-        for granularity in (64, 128)
-    ]
+    for name, check in (("run_to_run", bitwise.check_run_to_run), ("world_sizes", bitwise.check_world_sizes)):
+        cases[name] = [
+            Variant(f"{name}[accumulate={accumulate}]", partial(check, accumulate=accumulate))
+            for accumulate in ACCUMULATE_CHOICES
+        ]
+    cases["tile_shapes"] = _tile_variants(ranks)
     here = ranks.target == "sm90" or (ranks.all_here and ranks.num_ranks == REAL_SIZE_RANKS)
     cases["real_size"] = [
         Variant(

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megamoe.reference import Comparison, compare
+from megamoe.reference import Comparison, Squares, compare
+from phases.support.error_maps import Where, WorstSeen, error_map, index_words, worst_words
 from phases.support.view_specs import ORACLE
 
 MAX_DUMPS = 4
@@ -33,6 +34,10 @@ class ViewCheck:
     ok: bool
     expect_empty: bool
     message: str
+    own_error: float | None = None
+    """Of this rank alone, where ``max_error`` is over all ranks."""
+    map: Mapping[str, Any] | None = None
+    """See `error_maps.error_map`; only where this is the worst comparison of the view so far."""
 
 
 @dataclass
@@ -40,6 +45,7 @@ class CaseChecks:
     """What one case variant has found so far on the ranks here."""
 
     name: str
+    worst_seen: WorstSeen = field(default_factory=WorstSeen)
     dumps_left: int = MAX_DUMPS
     views: list[ViewCheck] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
@@ -61,11 +67,18 @@ class CaseChecks:
         *,
         rank: int,
         magnitude: Tensor | None = None,
+        all_ranks: Squares | None = None,
         against: str = ORACLE,
         expect_empty: bool = False,
+        where: Where = index_words,
     ) -> Comparison:
-        """Compare one rank's view by the bound of a name and note the outcome."""
-        outcome = compare(bound, actual, expected, magnitude=magnitude)
+        """Compare one rank's view by the bound of a name and note the outcome. ``magnitude``, ``all_ranks``: see
+        `megamoe.reference.compare`. ``where`` tells the place of an element in words."""
+        outcome = compare(bound, actual, expected, magnitude=magnitude, all_ranks=all_ranks)
+        found = None
+        if outcome.num_elements and self.worst_seen.is_worse(view, outcome.ok, outcome.max_error, outcome.bound):
+            found = error_map(bound, actual, expected, magnitude, where)
+        worst = f"; {worst_words(found)}" if found is not None and not outcome.ok else ""
         check = ViewCheck(
             view=view,
             against=against,
@@ -76,7 +89,9 @@ class CaseChecks:
             bound=outcome.bound,
             ok=outcome.ok,
             expect_empty=expect_empty,
-            message=f"rank {rank}: {view} against {against}: {outcome.message}",
+            message=f"rank {rank}: {view} against {against}: {outcome.message}{worst}",
+            own_error=outcome.own_error,
+            map=found,
         )
         self.views.append(check)
         if not outcome.ok:
@@ -112,6 +127,7 @@ class CaseChecks:
 def view_lines(case: str, checks: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Record lines of a case: one for each view and what it was compared with, all ranks and launches together.
 
+    Where ``max_error`` is a norm over all ranks, ``max_rank_error`` is the largest of a single rank, for information.
     Comparing nothing is a failure unless the case says that there is nothing; comparing something then, too.
     """
     groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
@@ -133,5 +149,12 @@ def view_lines(case: str, checks: Iterable[Mapping[str, Any]]) -> list[dict[str,
             "bound": members[0]["bound"],
             "ok": all(member["ok"] for member in members) and (compared == 0) == meant_empty,
         }
+        of_ranks = [member["own_error"] for member in members if member["own_error"] is not None]
+        if of_ranks:
+            line["max_rank_error"] = max(of_ranks)
+        mapped = [member for member in members if member["map"] is not None]
+        if mapped:
+            worst = max(mapped, key=lambda member: (not member["ok"], member["max_error"]))
+            line["map"] = {**worst["map"], "rank": worst["rank"]}
         lines.append(line | ({"expect_empty": True} if meant_empty else {}))
     return lines

@@ -18,6 +18,8 @@ from megamoe.reference import RankInputs
 CPU = torch.device("cpu")
 ACTIVATIONS = ("normal", "heavy_tailed", "all_positive", "tiny_and_huge", "zero_rows")
 ROUTINGS = ("random", "one_expert", "counts", "duplicate")
+KINDS = ("fast", *ACTIVATIONS)
+"""Of workloads, by which views.yaml may have bounds of their own."""
 _HEAVY_CHANNELS, _HEAVY_FACTOR = 5, 50.0
 _TINY, _HUGE = 1e-6, 1e4
 
@@ -92,6 +94,11 @@ class Workload:
     @property
     def all_positive(self) -> bool:
         return self.activations == "all_positive"
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Those of KINDS that it is, the one with the loosest bounds first."""
+        return (*(("fast",) if self.config.accumulate == "fast" else ()), self.activations)
 
     @property
     def weights_kind(self) -> str:

@@ -96,6 +96,10 @@ class Launch:
     def stage(self) -> Stage:
         return self.options.stage
 
+    def answer(self, rank: int) -> Tensor:
+        """bf16 [n, H]: y of a rank here, as far as it has tokens."""
+        return self.y[rank][: self.inputs[rank].num_tokens]
+
     @property
     def windows(self) -> Mapping[int, DebugWindow]:
         return self.options.windows or {}
@@ -203,6 +207,7 @@ def open_buffer(ranks: Ranks, config: MegaMoEConfig, max_ctas: int | None = None
         timeout_s=float(os.environ.get("MEGAMOE_TIMEOUT_S", DEVICE_WAIT_S)),
         max_ctas=max_ctas,
         schedule=Schedule(config.block_m, config.l1_block_n, config.l2_block_n),
+        accumulate=config.accumulate,
     )
     if opened.config != config:
         raise ValueError(f"the buffer's config is {opened.config}, expected {config}: is MEGAMOE_CONFIG set?")

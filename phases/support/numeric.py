@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 
 from torch import Tensor
 
 from megamoe import DebugWindow, Stage
 from megamoe.config import ACCUM_DEBUG_EDGE, MegaMoEConfig
-from megamoe.reference import BOUNDS, Pool
+from megamoe.reference import BOUNDS, Measure, Pool, Squares, squares
 from phases.support.checks import CaseChecks
 from phases.support.inputs import Workload, make_tokens
 from phases.support.launches import Launch, Options, as_bits
 from phases.support.oracle import UNQUANTISED, Expected, RankOracle, RankReference, layer_answers
+from phases.support.places import places
 from phases.support.runner import Phase, Variant
 from phases.support.view_specs import ORACLE, ViewSpec
 from phases.support.workloads import TILES, make_config, numeric_cases, tile_name, tokens_of
@@ -113,7 +115,7 @@ def compare_views(
     phase: Phase, checks: CaseChecks, launch: Launch, work: Workload, references: Mapping[int, RankReference]
 ) -> None:
     """Compare every view of the phase on every rank here. Collective where y is among them."""
-    answers = _layer_answers(phase, launch)
+    answers = _layer_answers(phase, launch, work)
     for reference in references.values():
         oracle = RankOracle(launch, reference)
         rank = oracle.rank
@@ -129,18 +131,43 @@ def compare_views(
             )
 
 
-def _layer_answers(phase: Phase, launch: Launch) -> Mapping[str, Mapping[int, Tensor]]:
-    """y by the oracle for what views.yaml compares it with, on every rank here."""
+@dataclass(frozen=True)
+class _Answers:
+    """y by the oracle of every rank here, and what a bound over all ranks needs to know of them."""
+
+    of_rank: Mapping[int, Tensor]
+    all_ranks: Squares | None
+
+
+def _with_squares(phase: Phase, launch: Launch, of_rank: Mapping[int, Tensor], bound: str) -> _Answers:
+    if not BOUNDS[bound].all_ranks:
+        return _Answers(of_rank, None)
+    nothing = Squares(0.0, 0.0)
+    here = sum((squares(launch.answer(rank), answer) for rank, answer in of_rank.items()), nothing)
+    return _Answers(of_rank, sum(phase.ranks.gather(here), nothing))
+
+
+def _layer_answers(phase: Phase, launch: Launch, work: Workload) -> Mapping[str, _Answers]:
+    """y by the oracle for what views.yaml compares it with."""
     if "y" not in phase.views:
         return {}
-    sources = phase.views["y"].compare
+    bounds = phase.views["y"].bounds(work.kinds)
     answers = {}
-    if ORACLE in sources:
-        answers[ORACLE] = layer_answers(launch, phase.launcher)
+    if ORACLE in bounds:
+        answers[ORACLE] = _with_squares(phase, launch, layer_answers(launch, phase.launcher), bounds[ORACLE])
     enough = max((given.num_tokens for given in launch.inputs), default=0)
-    if UNQUANTISED in sources and enough >= BOUNDS[sources[UNQUANTISED]].min_rows:
-        answers[UNQUANTISED] = layer_answers(launch, phase.launcher, quantize_hidden=False)
+    if UNQUANTISED in bounds and enough >= BOUNDS[bounds[UNQUANTISED]].min_rows:
+        unquantised = layer_answers(launch, phase.launcher, quantize_hidden=False)
+        answers[UNQUANTISED] = _with_squares(phase, launch, unquantised, bounds[UNQUANTISED])
     return answers
+
+
+def compare_answers(phase: Phase, checks: CaseChecks, launch: Launch) -> None:
+    """y of every rank here with the oracle's alone, by the bound of views.yaml. Collective."""
+    bound = phase.views["y"].bounds()[ORACLE]
+    answers = _with_squares(phase, launch, layer_answers(launch, phase.launcher), bound)
+    for rank, answer in answers.of_rank.items():
+        checks.compare("y", bound, launch.answer(rank).cpu(), answer, rank=rank, all_ranks=answers.all_ranks)
 
 
 def _compare_view(
@@ -149,24 +176,27 @@ def _compare_view(
     work: Workload,
     oracle: RankOracle,
     spec: ViewSpec,
-    answers: Mapping[str, Mapping[int, Tensor]],
+    answers: Mapping[str, _Answers],
 ) -> None:
     rank, num_tokens = oracle.rank, oracle.own.num_tokens
     whole = launch.y[rank] if spec.name == "y" else launch.buffers[rank].view(spec.name)
     for error in spec.layout_errors(whole, launch.config, num_tokens):
         checks.require(False, f"rank {rank}: {error}")
     actual = oracle.select(spec.name, spec.rows)
-    for against, bound in spec.bounds(all_positive=work.all_positive).items():
+    for against, bound in spec.bounds(work.kinds).items():
         if num_tokens < BOUNDS[bound].min_rows:
             continue  # a statement about averages
-        expected = Expected(answers[against][rank]) if against in answers else oracle.expected(spec.name, against)
+        whole_layer = answers.get(against)
+        expected = Expected(whole_layer.of_rank[rank]) if whole_layer else oracle.expected(spec.name, against)
         checks.compare(
             spec.name,
             bound,
             actual,
             expected.values,
-            magnitude=expected.magnitude,
+            magnitude=expected.magnitude if BOUNDS[bound].measure is Measure.OF_MAGNITUDE else None,
+            all_ranks=whole_layer.all_ranks if whole_layer else None,
             rank=rank,
             against=against,
             expect_empty=_EMPTY_WITH[spec.rows] in work.empty,
+            where=places(oracle, spec.name, spec.rows),
         )

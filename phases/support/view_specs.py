@@ -8,12 +8,13 @@
   window), ``slots`` (the partial results that this rank's experts owe the sources);
 - ``compare``: name of a bound of ``megamoe.reference``; a mapping from target to such a name where targets differ; or a
   mapping ``against: {source: bound}`` where a view is compared with several things;
-- ``all_positive`` (optional): the same, instead of ``compare``, where every product is positive.
+- ``where`` (optional): a mapping from kinds of workloads (``fast`` accumulation, or an activation of the inputs) to the
+  same, which holds there instead of ``compare``; of several kinds the first one of ``Workload.kinds`` that stands here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from megamoe.config import MegaMoEConfig
 from megamoe.quant import describe
 from megamoe.reference import BOUNDS
 from phases.support.expressions import config_values, evaluate
+from phases.support.inputs import KINDS
 
 ROWS = ("all", "tokens", "routes", "window", "slots")
 ORACLE = "oracle"
@@ -43,10 +45,12 @@ class ViewSpec:
     strides: tuple[int | str, ...]
     rows: str
     compare: Mapping[str, str]
-    compare_positive: Mapping[str, str]
+    compare_where: Mapping[str, Mapping[str, str]]
+    """The same for each kind of workload that has its own."""
 
-    def bounds(self, *, all_positive: bool) -> Mapping[str, str]:
-        return self.compare_positive if all_positive else self.compare
+    def bounds(self, kinds: Sequence[str] = ()) -> Mapping[str, str]:
+        """What the view of a workload of these kinds is compared with -> name of the bound."""
+        return next((self.compare_where[kind] for kind in kinds if kind in self.compare_where), self.compare)
 
     def layout_errors(self, view: Tensor, config: MegaMoEConfig, num_tokens: int) -> list[str]:
         """What is wrong with a tensor's dtype, shape and strides; [] when nothing is."""
@@ -80,12 +84,15 @@ def _bounds(path: Path, name: str, value: Any, target: str) -> Mapping[str, str]
 
 
 def _view(path: Path, name: str, entry: Any, target: str) -> ViewSpec:
-    if not isinstance(entry, dict) or not _FIELDS <= set(entry) <= {*_FIELDS, "all_positive"}:
-        raise ValueError(f"{path}: {name}: expected the fields {sorted(_FIELDS)} and perhaps all_positive, got {entry}")
+    if not isinstance(entry, dict) or not _FIELDS <= set(entry) <= {*_FIELDS, "where"}:
+        raise ValueError(f"{path}: {name}: expected the fields {sorted(_FIELDS)} and perhaps where, got {entry}")
     if entry["dtype"] not in DTYPES or entry["rows"] not in ROWS:
         raise ValueError(f"{path}: {name}: expected a dtype of {list(DTYPES)} and rows of {ROWS}, got {entry}")
     if len(entry["shape"]) != len(entry["strides"]):
         raise ValueError(f"{path}: {name}: expected as many strides as sizes, got {entry}")
+    where = entry.get("where", {})
+    if not isinstance(where, dict) or not set(where) <= set(KINDS):
+        raise ValueError(f"{path}: {name}: where: expected some of {', '.join(KINDS)}, got {where}")
     return ViewSpec(
         name=name,
         dtype=DTYPES[entry["dtype"]],
@@ -93,7 +100,7 @@ def _view(path: Path, name: str, entry: Any, target: str) -> ViewSpec:
         strides=tuple(entry["strides"]),
         rows=entry["rows"],
         compare=_bounds(path, name, entry["compare"], target),
-        compare_positive=_bounds(path, name, entry.get("all_positive", entry["compare"]), target),
+        compare_where={kind: _bounds(path, name, value, target) for kind, value in where.items()},
     )
 
 

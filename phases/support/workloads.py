@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megamoe.config import MegaMoEConfig, Stage, ceil_div
+from megamoe.config import Accumulate, MegaMoEConfig, Stage, ceil_div
 from phases.support.inputs import ACTIVATIONS, Workload
 from phases.support.ranks import Ranks
 
@@ -44,6 +44,7 @@ def make_config(
     num_experts: int | None = None,
     num_topk: int = TOPK,
     capacity: int = CAPACITY,
+    accumulate: Accumulate = "fp32",
 ) -> MegaMoEConfig:
     """A config of the cases; numbers of ranks that are not in EXPERTS have two experts each. ``tiles``: a number of
     TILES of the target, or a shape."""
@@ -60,6 +61,7 @@ def make_config(
         block_m=block_m,
         l1_block_n=l1_block_n,
         l2_block_n=l2_block_n,
+        accumulate=accumulate,
     )
 
 
@@ -103,6 +105,8 @@ def numeric_cases(ranks: Ranks, stage: Stage) -> dict[str, list[Workload]]:
             )
             for step, granularity in enumerate(granularities)
         ]
+    if stage >= Stage.L1_GEMM:
+        cases["accumulate_fast"] = _accumulate_fast(ranks, stage)
     return cases
 
 
@@ -126,6 +130,17 @@ def _tiles(ranks: Ranks, stage: Stage) -> list[Workload]:
             tiles = (block_m, 128 if granularity == 64 and number == 2 else l1_block_n, l2_block_n)
             config = make_config(ranks, shape=shape, tiles=tiles, granularity=granularity)
             works.append(Workload(tile_name(tiles, granularity), config, tokens_of(ranks)))
+    return works
+
+
+def _accumulate_fast(ranks: Ranks, stage: Stage) -> list[Workload]:
+    """Sums as long as the target's time allows, which is where they lose most, and odd ones."""
+    longest = REAL if ranks.target == "sm90" else WIDE
+    works = []
+    for shape, granularity in zip((longest, ODD), _granularities(stage), strict=False):
+        config = make_config(ranks, shape=shape, granularity=granularity, accumulate="fast")
+        name = f"accumulate_fast[hidden={shape[0]},intermediate={shape[1]},granularity={granularity}]"
+        works.append(Workload(name, config, tokens_of(ranks)))
     return works
 
 
