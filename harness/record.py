@@ -4,7 +4,7 @@ The script (rank 0) writes one JSON object a line, as it goes:
 
 - ``{"kind": "case", "case", "ok", "seconds", "message"}``, with ``"skipped": reason`` for one that does not apply here;
 - ``{"kind": "view", "case", "view", "compared", "wrong", "max_error", "bound", "ok"}``, with ``"expect_empty": true``
-  where comparing nothing is meant;
+  where comparing nothing is meant, and ``"map"`` where it was the worst so far (phases/support/error_maps.py);
 - ``{"kind": "figure", "name", "value", "unit"}``; ``{"kind": "dump", "path"}``; last ``{"kind": "end", "ok"}``.
 """
 
@@ -21,6 +21,7 @@ from harness.outcome import Outcome
 from harness.plan import Step
 
 RECORD_FILE = "record.jsonl"
+MAX_MAP_EDGE = 64
 
 
 def _is_text(value: object) -> bool:
@@ -40,6 +41,24 @@ def _is_flag(value: object) -> bool:
     return isinstance(value, bool)
 
 
+def _is_map(value: object) -> bool:
+    """An error map that a report can draw: a rectangle of at most 64 x 64 numbers, and elements in words."""
+    if not isinstance(value, dict) or not all(_is_count(value.get(side)) for side in ("rows", "columns")):
+        return False
+    cells, worst = value.get("cells"), value.get("worst")
+    if not isinstance(cells, list) or not isinstance(worst, list) or not 0 < len(cells) <= MAX_MAP_EDGE:
+        return False
+    if not all(
+        isinstance(line, list) and 0 < len(line) <= MAX_MAP_EDGE and len(line) == len(cells[0]) for line in cells
+    ):
+        return False
+    return (
+        all(_is_number(cell) and math.isfinite(cell) for line in cells for cell in line)
+        and all(isinstance(item, dict) and _is_text(item.get("where")) for item in worst)
+        and _is_text(value.get("unit"))
+    )
+
+
 _Fields = Mapping[str, Callable[[object], bool]]
 _FIELDS: Mapping[str, _Fields] = {
     "case": {"case": _is_text, "ok": _is_flag},
@@ -55,6 +74,7 @@ _OPTIONAL: _Fields = {
     "max_error": _is_number,
     "bound": _is_number,
     "expect_empty": _is_flag,
+    "map": _is_map,
 }
 """May be null too."""
 
@@ -67,6 +87,8 @@ class ViewTotal:
     wrong: int
     max_error: float
     num_checks: int
+    map: Mapping[str, Any] | None = None
+    """Of the worst comparison that has one: its error map with the case, what it was compared with, the bound."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +157,21 @@ def _total(checks: Sequence[Mapping[str, Any]]) -> ViewTotal:
         wrong=sum(int(check["wrong"]) for check in checks),
         max_error=math.nan if any(math.isnan(e) for e in errors) else max(errors, default=0.0),
         num_checks=len(checks),
+        map=_worst_map(checks),
     )
+
+
+def _worst_map(checks: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    def badness(check: Mapping[str, Any]) -> tuple[bool, float]:
+        error, bound = float(check.get("max_error") or 0.0), float(check.get("bound") or 0.0)
+        return not check["ok"], math.inf if math.isnan(error) else error / bound if bound else error
+
+    mapped = [check for check in checks if check.get("map")]
+    if not mapped:
+        return None
+    worst = max(mapped, key=badness)
+    about = {name: worst.get(name) for name in ("case", "against", "max_error", "bound", "ok")}
+    return {**worst["map"], **about}
 
 
 def _ending_reasons(outcome: Outcome) -> list[str]:

@@ -46,7 +46,7 @@ def test_all_pass(project: Project) -> None:
     assert (build["target"], build["status"]) == ("host", "passed")
     for step in call.steps():
         assert step["figures"] == [{"kind": "figure", "name": "time", "value": 1.5, "unit": "us"}]
-        assert step["views"] == {"x": {"compared": 10, "wrong": 0, "max_error": 0.5, "num_checks": 1}}
+        assert step["views"] == {"x": {"compared": 10, "wrong": 0, "max_error": 0.5, "num_checks": 1, "map": None}}
         assert step["dumps"] == ["dump.bin"]
         assert step["seconds"] > 0
         assert step["outcome"]["survivors"] == []
