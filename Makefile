@@ -1,6 +1,7 @@
 # make phases                     everything set up, then phases 1 to 6 on the best target found
 # make phase N=3  (make phase3)   phase 3, after the gates it requires
 #   RANKS=1,2,8  TARGET=host|sm90  CASES=name,name  ARGS='...'   narrow or extend it (ARGS goes to `python -m harness run`)
+#   NODE=name                     on a GPU node of nodes.yaml (docs/nodes.md)
 # make test  [ARGS='...']         the tests, two files at a time (ARGS goes to pytest: -n 0 for one)
 # make lint                       ruff and mypy
 # make clean                      removes .venv and what runs and tools left
@@ -13,6 +14,7 @@ SHELL := /bin/bash
 TARGET ?= best
 RANKS ?=
 CASES ?=
+NODE ?=
 N ?=
 ARGS ?=
 PYTHON ?=
@@ -22,7 +24,7 @@ export PYTHON
 run_python = @command -v python3 >/dev/null || { echo 'set-up: no python3 on PATH; install Python 3.11 or newer' >&2; exit 2; }; \
 	P="$$(python3 scripts/ensure_env.py $(1))" || exit 2; \
 	export PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}";
-harness = "$$P" -m harness run --target $(TARGET) $(if $(RANKS),--ranks $(RANKS)) $(if $(CASES),--cases $(CASES))
+harness = "$$P" -m harness run --target $(TARGET) $(if $(RANKS),--ranks $(RANKS)) $(if $(CASES),--cases $(CASES)) $(if $(NODE),--node $(NODE))
 python_trees = $(wildcard megamoe harness phases tests scripts bench)
 
 help:

@@ -14,8 +14,11 @@ from rich.console import Console
 
 from harness import runner
 from harness.build_target import has_target
-from harness.display import make_display, plan_table
+from harness.display import make_display, plan_table, printable
+from harness.fetch import fetch as fetch_run
+from harness.nodes import DEFAULT_NODES_FILE, NodeError, load_node
 from harness.plan import BadRequest, Request
+from harness.remote import run_on_node
 from harness.results import append_line, build_line
 from harness.runner import Places
 from harness.spec import TARGETS, SpecError
@@ -43,7 +46,13 @@ RerunOption = Annotated[
 KeepOption = Annotated[
     bool, typer.Option("--keep", help="do not run again what passed with the same sources, toolchain and machine")
 ]
+NodeOption = Annotated[str | None, typer.Option("--node", help="run on this node of nodes.yaml (docs/nodes.md)")]
+NodesOption = Annotated[Path, typer.Option("--nodes", help="the file that lists nodes")]
 BuildSecondsOption = Annotated[float, typer.Option("--build-seconds", help="limit of the build of one target")]
+
+
+def _say(text: str) -> None:
+    print(printable(text), flush=True)
 
 
 def _fail(error: Exception) -> typer.Exit:
@@ -160,8 +169,40 @@ def build(
     raise typer.Exit(1 if failed else 0)
 
 
+def _arguments_for_node(context: typer.Context) -> list[str]:
+    """The options of this call as a call on the node takes them, without those that are about this side."""
+    words: list[str] = []
+    for option in context.command.params:
+        name = option.name or ""
+        if name in ("node", "nodes", "runs_dir", "plain") or context.params[name] == option.get_default(context):
+            continue
+        if name == "phases_root":
+            raise BadRequest("--phases-root: a node runs the phases of its copy of this checkout; leave it out")
+        value = context.params[name]
+        words += [option.opts[0]] if value is True else [option.opts[0], str(value)]
+    return words
+
+
+@app.command()
+def fetch(
+    node: Annotated[str, typer.Argument(help="a node of nodes.yaml")],
+    run_name: Annotated[
+        str | None, typer.Argument(metavar="[RUN]", help="its name there; the newest when left out")
+    ] = None,
+    nodes: NodesOption = DEFAULT_NODES_FILE,
+    runs_dir: RunsDirOption = Path("runs"),
+) -> None:
+    """Bring the results of a run on a node here, after its connection broke. Exit code 1: it had not ended."""
+    try:
+        code = fetch_run(load_node(node, nodes), run_name, runs_dir, _say)
+    except NodeError as error:
+        raise _fail(error) from error
+    raise typer.Exit(code)
+
+
 @app.command()
 def run(
+    context: typer.Context,
     phases: PhasesOption = None,
     target: TargetOption = "best",
     ranks: RanksOption = None,
@@ -177,13 +218,19 @@ def run(
     runs_dir: RunsDirOption = Path("runs"),
     plain: PlainOption = False,
     build_seconds: BuildSecondsOption = runner.BUILD_SECONDS,
+    node: NodeOption = None,
+    nodes: NodesOption = DEFAULT_NODES_FILE,
 ) -> None:
     """Run phases in order, gates first; results go to runs/<time>/."""
     try:
+        if node is not None:
+            arguments = _arguments_for_node(context)
+            root = runner.DEFAULT_PHASES_ROOT.parent
+            raise typer.Exit(run_on_node(load_node(node, nodes), arguments, root, runs_dir, _say))
         request = _request(phases, target, ranks, groups, cases, repeat, no_gates, seconds, from_phase, rerun, keep)
         display = make_display(Console(), plain=plain)
         code = runner.run(request, Places(phases_root, runs_dir), display, build_seconds=build_seconds)
-    except (BadRequest, SpecError) as error:
+    except (BadRequest, SpecError, NodeError) as error:
         raise _fail(error) from error
     raise typer.Exit(code)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -84,6 +86,17 @@ def build(target: str, folder: Path, project_root: Path, stop: StopRequest, seco
     return BuildResult(target, status, outcome.seconds, (f"{reason} (log: {log_folder / LAUNCHER_LOG})",), tail)
 
 
+class LastStep:
+    """Set by SIGUSR2: the step that runs may end in order, and no other starts. Sent on a node whose owner is gone."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        signal.signal(signal.SIGUSR2, self._note)
+
+    def _note(self, number: int, frame: object) -> None:
+        self.asked = True
+
+
 class Run:
     """The state of one run."""
 
@@ -96,6 +109,7 @@ class Run:
         self.folder = folder
         self.display = display
         self.stop = stop
+        self.last_step = LastStep()
         self.results: list[StepResult] = []
         self.builds: list[BuildResult] = []
 
@@ -112,6 +126,8 @@ class Run:
             result = StepResult(step, "skipped", (step.skip_reason,))
         elif self.stop.reason is not None:
             result = StepResult(step, "skipped", (f"{STOPPED} ({self.stop.reason})",))
+        elif self.last_step.asked:
+            result = StepResult(step, "skipped", (f"{STOPPED} (who started it is gone)",))
         elif reason := self._block_reason(step, specs):
             result = StepResult(step, "blocked", (reason,))
         elif step.kept_from:
@@ -136,9 +152,9 @@ class Run:
         return f"gate phase {min(failed)} failed" if failed else ""
 
     def _run_attempts(self, step: Step) -> StepResult:
-        attempts = []
+        attempts: list[StepResult] = []
         for number in range(1, step.repeat + 1):
-            if self.stop.reason is not None:
+            if self.stop.reason is not None or (self.last_step.asked and attempts):
                 break
             attempts.append(self._attempt(step, number))
         statuses = tuple(attempt.status for attempt in attempts)
@@ -190,7 +206,10 @@ class Run:
 
 
 def _commit(folder: Path) -> str:
-    """The checkout's commit, with ``+`` when files differ from it; a word when there is none."""
+    """The checkout's commit, with ``+`` when files differ from it; a word when there is none. A copy on a node
+    is no checkout: there MEGAMOE_COMMIT says which commit it was made from."""
+    if sent_with := os.environ.get("MEGAMOE_COMMIT"):
+        return sent_with
     try:
         command = ["git", "describe", "--always", "--abbrev=40", "--dirty=+"]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=20, check=False)
