@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megamoe.reference import Comparison, Squares, compare
-from phases.support.error_maps import Where, WorstSeen, error_map, index_words, worst_words
+from phases.support.error_maps import Where, WorstSeen, error_map, index_words
 from phases.support.view_specs import ORACLE
 
 MAX_DUMPS = 4
@@ -78,7 +78,7 @@ class CaseChecks:
         found = None
         if outcome.num_elements and self.worst_seen.is_worse(view, outcome.ok, outcome.max_error, outcome.bound):
             found = error_map(bound, actual, expected, magnitude, where)
-        worst = f"; {worst_words(found)}" if found is not None and not outcome.ok else ""
+        worst = f", worst at {where(outcome.worst)}" if not outcome.ok else ""
         check = ViewCheck(
             view=view,
             against=against,
@@ -89,7 +89,7 @@ class CaseChecks:
             bound=outcome.bound,
             ok=outcome.ok,
             expect_empty=expect_empty,
-            message=f"rank {rank}: {view} against {against}: {outcome.message}{worst}",
+            message=f"rank {rank}: {view} against {against}{worst}: {outcome.message}",
             own_error=outcome.own_error,
             map=found,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -138,11 +138,3 @@ def _worst(errors: Tensor, actual: Tensor, expected: Tensor, where: Where) -> li
         got, want = (repr(_values(side[index]).item()) for side in (actual, expected))
         found.append({"where": where(index), "got": got, "expected": want, "error": float(f"{error:.3g}")})
     return found
-
-
-def worst_words(found: Mapping[str, Any]) -> str:
-    """The worst element of a map in a line, or nothing where there is none."""
-    if not found["worst"]:
-        return ""
-    first = found["worst"][0]
-    return f"worst: {first['where']}: got {first['got']}, expected {first['expected']}"

@@ -19,6 +19,7 @@ from harness.spec import GROUPS, TARGETS, PhaseSpec, load_spec
 from megamoe import MegaMoEFault, Stage
 from phases.support.checks import CaseChecks, view_lines
 from phases.support.coverage import Coverage
+from phases.support.error_maps import WorstSeen
 from phases.support.launches import Launcher
 from phases.support.ranks import Ranks, open_ranks, under_torchrun
 from phases.support.view_specs import ViewSpec, load_views
@@ -33,6 +34,7 @@ class Phase:
     ranks: Ranks
     launcher: Launcher
     coverage: Coverage = field(default_factory=Coverage)
+    worst_seen: WorstSeen = field(default_factory=WorstSeen)
 
     @property
     def stage(self) -> Stage:
@@ -177,7 +179,7 @@ def _run_variant(phase: Phase, variant: Variant, record: Record, tally: _Tally) 
     """False when the group can no longer be used."""
     assert variant.body is not None
     started = time.monotonic()
-    checks = CaseChecks(variant.name)
+    checks = CaseChecks(variant.name, phase.worst_seen)
     usable = True
     try:
         variant.body(phase, checks)
