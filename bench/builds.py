@@ -13,17 +13,19 @@ from bench.fused import OPTIONS_VARIABLE
 _PROGRAM = """
 import sys
 from megamoe.targets import sm90
-artifact = sm90.build_fused(int(sys.argv[1]), 128, False)
-print("; ".join(sm90.resource_faults(artifact)))
+for accumulate in sys.argv[2:]:
+    artifact = sm90.build_fused(int(sys.argv[1]), 128, False, accumulate == "fast")
+    print("; ".join(sm90.resource_faults(artifact)))
 """
 
 
-def build_variants(variants: Sequence[str | None], ranks_here: int) -> list[str]:
+def build_variants(variants: Sequence[str | None], ranks_here: int, accumulations: Sequence[str]) -> list[str]:
     """Compile the production kernel of every variant, one process each, into the cache.
 
     Args:
         variants: build options; None: those of the environment.
         ranks_here: ranks that share a GPU.
+        accumulations: of the contenders.
 
     Returns:
         A line for each variant that the kernel's rules forbid (spills and the like); it is benchmarked all the same.
@@ -36,7 +38,7 @@ def build_variants(variants: Sequence[str | None], ranks_here: int) -> list[str]
         environment = dict(os.environ)
         if variant is not None:
             environment[OPTIONS_VARIABLE] = variant
-        command = [sys.executable, "-c", _PROGRAM, str(ranks_here)]
+        command = [sys.executable, "-c", _PROGRAM, str(ranks_here), *accumulations]
         running.append(
             subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         )
@@ -52,8 +54,8 @@ def build_variants(variants: Sequence[str | None], ranks_here: int) -> list[str]
     return lines
 
 
-def timed_build(variants: Sequence[str | None], ranks_here: int) -> str:
+def timed_build(variants: Sequence[str | None], ranks_here: int, accumulations: Sequence[str]) -> str:
     """``build_variants`` and one sentence about it."""
     began = time.monotonic()
-    lines = build_variants(variants, ranks_here)
+    lines = build_variants(variants, ranks_here, accumulations)
     return "\n".join([f"{len(variants)} builds in {time.monotonic() - began:.1f} s", *lines])

@@ -7,4 +7,4 @@ export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 CUDA_MODU
 export MEGAMOE_CACHE_DIR="${MEGAMOE_CACHE_DIR:-/tmp/megamoe_cache}"
 export TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NCCL_NVLS_ENABLE=0
 exec timeout -k 5 150 python3 -X faulthandler -m bench moe --ranks 1 --gpus 1 --shape deepseek-v3 \
-  --tokens 1,8,128,512,2048,8192 --accumulate both --beside baseline --out "${OUT:-runs/bench}" "$@"
+  --tokens 1,8,128,512,2048,8192 --beside baseline --out "${OUT:-runs/bench}" "$@"

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,26 +12,10 @@ import megamoe
 from bench.inputs import InputSet
 from bench.shapes import Shape
 from bench.world import World
+from megamoe.config import Accumulate
 from megamoe.weights import L1Weights, L2Weights
 
 OPTIONS_VARIABLE = "MEGAMOE_SM90_OPTIONS"
-ACCUMULATIONS = ("fp32", "fast")
-
-
-def accumulate_place() -> str | None:
-    """Which call of the API takes ``accumulate``: ``buffer``, ``call``, or None where sums are always fp32."""
-    if "accumulate" in inspect.signature(megamoe.get_symm_buffer_for_mega_moe).parameters:
-        return "buffer"
-    if "accumulate" in inspect.signature(megamoe.fp8_mega_moe).parameters:
-        return "call"
-    return None
-
-
-def missing_accumulation(accumulate: str) -> str | None:
-    """Why this checkout cannot run an accumulation; None: it can."""
-    if accumulate == "fp32" or accumulate_place() is not None:
-        return None
-    return f"accumulate={accumulate!r} is not in the API of this checkout"
 
 
 class FusedLayer:
@@ -46,12 +28,10 @@ class FusedLayer:
         experts_per_rank: int,
         capacity: int,
         weights: dict[int, tuple[L1Weights, L2Weights]],
-        accumulate: str,
+        accumulate: Accumulate,
     ) -> None:
         self.world = world
         self.accumulate = accumulate
-        options: dict[str, Any] = {"accumulate": accumulate} if accumulate_place() == "buffer" else {}
-        self._call_options: dict[str, Any] = {"accumulate": accumulate} if accumulate_place() == "call" else {}
         opened = megamoe.get_symm_buffer_for_mega_moe(
             world.group,
             experts_per_rank * world.num_ranks,
@@ -60,7 +40,7 @@ class FusedLayer:
             shape.hidden,
             shape.intermediate,
             timeout_s=10,
-            **options,
+            accumulate=accumulate,
         )
         self._opened = opened
         buffers = list(opened.ranks) if world.kind == "virtual" else [opened]
@@ -95,7 +75,7 @@ class FusedLayer:
         """Queue one launch on every rank of this process."""
         for rank, buffer in self.buffers.items():
             l1, l2 = self.weights[rank]
-            megamoe.fp8_mega_moe(self.y[rank], l1, l2, buffer, **self._call_options)
+            megamoe.fp8_mega_moe(self.y[rank], l1, l2, buffer)
 
     def check(self) -> None:
         """Wait; raises MegaMoEFault."""
@@ -119,7 +99,7 @@ class FusedContender:
         self._layer = layer
         self._options = options
         self.name = "megamoe" if not options else f"megamoe {options}"
-        self.accumulate = layer.accumulate
+        self.accumulate: str = layer.accumulate
 
     def use(self, sets: Sequence[InputSet]) -> None:
         self._layer.use(sets)

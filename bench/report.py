@@ -88,15 +88,20 @@ def format_row(row: Row) -> str:
     )
 
 
+def contender_name(row: Row) -> str:
+    """With accumulation and combine type: ``megamoe fp32/bf16``."""
+    return f"{row.contender} {row.accumulate}/{row.combine}"
+
+
 def compact_table(rows: Sequence[Row]) -> list[str]:
     """Microseconds of every contender side by side: a line for each shape, routing, regime and token count."""
-    names = list(dict.fromkeys(f"{row.contender} {row.accumulate}" for row in rows if row.us is not None))
+    names = list(dict.fromkeys(contender_name(row) for row in rows if row.us is not None))
     lines = [f"{chr(ord('A') + index)} = {name}" for index, name in enumerate(names)]
     found: dict[tuple[str, str, str, int], dict[str, float]] = {}
     for row in rows:
         if row.us is not None:
             key = (row.shape, row.routing, row.regime, row.tokens)
-            found.setdefault(key, {})[f"{row.contender} {row.accumulate}"] = row.us
+            found.setdefault(key, {})[contender_name(row)] = row.us
     for (shape, routing, regime, tokens), times in found.items():
         cells = [f"{times[name]:9.1f}" if name in times else f"{'-':>9}" for name in names]
         lines.append(f"{shape:12} {routing:8} {regime:9} {tokens:5d} us: {''.join(cells)}")

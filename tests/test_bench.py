@@ -13,11 +13,14 @@ import pytest
 import torch
 
 from bench import moe
+from bench.__main__ import main
 from bench.floors import Load, Machine, floor, measure_load
-from bench.report import HEADER, compact_table, format_row
+from bench.fused import FusedContender
+from bench.report import HEADER, compact_table, format_row, write_json
 from bench.routes import ROUTINGS, draw_route_weights, draw_routes
 from bench.shapes import SHAPES
 from bench.timing import MIN_REPETITIONS, Contender, Timing, plan_repetitions, summarize
+from megamoe import MegaMoEFault
 from tests.bench_worlds import SMALL, HostWorld
 
 
@@ -125,6 +128,7 @@ def test_variants() -> None:
         (["--tokens", "0"], "at least 1"),
         (["--routing", "even"], "routing"),
         (["--regime", "hot"], "regime"),
+        (["--accumulate", "fp32,exact"], "accumulate: got 'exact', expected a list of fp32, fast"),
     ],
 )
 def test_bad_calls(arguments: list[str], message: str) -> None:
@@ -184,6 +188,64 @@ def test_a_run_on_the_host_target(small_bench: moe.Bench, capsys: pytest.Capture
     shown = capsys.readouterr().out
     assert HEADER in shown
     assert "small        idle     sustained     5 us:     100.0" in shown
+    assert "A = megamoe fp32/bf16" in shown
+
+
+def test_both_accumulations_in_turn_in_one_process(small_bench: moe.Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    assert moe.parse([]).accumulations == ("fp32", "fast")
+    small_bench.options = dataclasses.replace(small_bench.options, accumulations=("fp32", "fast"))
+    assert small_bench.run() == 0
+    assert [row.accumulate for row in small_bench.rows] == ["fp32", "fast"] * 12
+    assert all(row.y_error == (None if row.accumulate == "fp32" else 0.0) for row in small_bench.rows)
+    assert "B = megamoe fast/bf16" in capsys.readouterr().out
+
+
+def test_a_fault_of_one_accumulation_leaves_the_rows_of_the_others(
+    small_bench: moe.Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_bench.options = dataclasses.replace(small_bench.options, accumulations=("fast", "fp32"))
+    check = FusedContender.check
+
+    def faulty(contender: FusedContender) -> None:
+        check(contender)
+        if contender.accumulate == "fast":
+            raise MegaMoEFault("rank 0: a launch did not end")
+
+    monkeypatch.setattr(FusedContender, "check", faulty)
+    assert small_bench.run() == 1
+    reasons = {row.accumulate: row.skipped for row in small_bench.rows}
+    assert reasons == {"fast": "FAILED: MegaMoEFault: rank 0: a launch did not end", "fp32": None}
+    assert len(small_bench.rows) == 24
+    assert all(row.y_error is None for row in small_bench.rows)
+
+
+def test_a_short_table_with_the_ratios_to_the_peer(
+    small_bench: moe.Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small_bench.run()
+    capsys.readouterr()
+    row = small_bench.rows[0]
+    base = dataclasses.replace(row, shape="deepseek-v3", regime="sustained", tokens=8192, tflops=860.0)
+    rows = [
+        dataclasses.replace(base, us=950.0),
+        dataclasses.replace(base, us=1060.0, tflops=899.0, accumulate="fast"),
+        dataclasses.replace(base, us=1000.0, contender="deep_gemm 0.1.5", accumulate="own"),
+        dataclasses.replace(base, us=430.0, tokens=128),
+        dataclasses.replace(base, us=None, contender="deep_gemm 0.1.5", accumulate="own", tokens=128, skipped="broken"),
+    ]
+    write_json(tmp_path / "a.json", Machine(), {}, rows)
+    assert main(["table", str(tmp_path / "a.json")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith("| megamoe fp32/bf16 | megamoe fast/bf16 | deep_gemm 0.1.5 own/bf16 | ratios to the peer")
+    assert lines[1].startswith("deepseek-v3 balanced sustained  8192 |       950.0   860 |      1060.0   899 |")
+    assert lines[1].endswith("| 0.950  1.060  SLOWER")
+    assert [cell.strip() for cell in lines[2].split("|")[1:]] == ["430.0   860", "-", "-", ""]
+    assert lines[3] == "skipped: deep_gemm 0.1.5 own/bf16: broken"
+    assert [line.split("  ")[0] for line in lines[4:]] == ["holds", "MISSED", "holds", "NOT MEASURED"]
+    assert main(["table", str(tmp_path / "none.json")]) == 2
+    (tmp_path / "b.json").write_text('{"rows": [{"us": 1.0}]}')
+    assert main(["table", str(tmp_path / "b.json")]) == 2
+    assert "b.json: not a file of python -m bench moe" in capsys.readouterr().err
 
 
 def test_rows_fit_a_line(small_bench: moe.Bench) -> None:

@@ -125,4 +125,4 @@ def test_why_there_is_no_deep_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_variant_that_does_not_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGAMOE_CACHE_DIR", str(tmp_path))
     with pytest.raises(RuntimeError, match="does not compile"):
-        build_variants(["--no-such-option"], 1)
+        build_variants(["--no-such-option"], 1, ["fp32"])
