@@ -15,10 +15,12 @@ from rich.console import Console
 from harness import runner
 from harness.build_target import has_target
 from harness.display import make_display, plan_table, printable
+from harness.earlier import find_run, read_run
 from harness.fetch import fetch as fetch_run
 from harness.nodes import DEFAULT_NODES_FILE, NodeError, load_node
 from harness.plan import BadRequest, Request
 from harness.remote import run_on_node
+from harness.report import summary_lines, write_report
 from harness.results import append_line, build_line
 from harness.runner import Places
 from harness.spec import TARGETS, SpecError
@@ -48,6 +50,7 @@ KeepOption = Annotated[
 ]
 NodeOption = Annotated[str | None, typer.Option("--node", help="run on this node of nodes.yaml (docs/nodes.md)")]
 NodesOption = Annotated[Path, typer.Option("--nodes", help="the file that lists nodes")]
+RunArgument = Annotated[Path | None, typer.Argument(help="folder or name of a run; the last one when left out")]
 BuildSecondsOption = Annotated[float, typer.Option("--build-seconds", help="limit of the build of one target")]
 
 
@@ -233,6 +236,25 @@ def run(
     except (BadRequest, SpecError, NodeError) as error:
         raise _fail(error) from error
     raise typer.Exit(code)
+
+
+def _run_folder(run: Path | None, runs_dir: Path) -> Path:
+    """A run by its folder or by its name below ``runs_dir``; the last one when left out. Raises BadRequest."""
+    if run is None:
+        return find_run(runs_dir)
+    return run if run.is_dir() else runs_dir / run
+
+
+@app.command()
+def report(run: RunArgument = None, runs_dir: RunsDirOption = Path("runs")) -> None:
+    """Write report.html of a run anew, and print a line a phase."""
+    try:
+        folder = _run_folder(run, runs_dir)
+        path = write_report(folder)
+        typer.echo(printable("\n".join(summary_lines(read_run(folder)))))
+    except BadRequest as error:
+        raise _fail(error) from error
+    typer.echo(f"report: {path}")
 
 
 def main() -> None:

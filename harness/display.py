@@ -165,12 +165,11 @@ def plan_table(plan: Plan) -> Table:
     return table
 
 
-def count_words(results: Sequence[StepResult]) -> str:
+def count_words(statuses: Sequence[str], num_kept: int) -> str:
     """``20 passed, 3 failed (1 timed out, 1 flaky), 3 blocked``. Failed counts whatever failed in any way; passed and
     failed are always there, the rest where there is some."""
-    counts = {status: sum(result.status == status for result in results) for status in STATUSES}
+    counts = {status: statuses.count(status) for status in STATUSES}
     kinds = ", ".join(f"{counts[status]} {status}" for status in ("timed out", "flaky") if counts[status])
-    num_kept = sum(bool(result.step.kept_from) and result.status == "passed" for result in results)
     kept = f" ({num_kept} kept from earlier runs)" * bool(num_kept)
     failed = f"{sum(counts[s] for s in FAILING)} failed" + f" ({kinds})" * bool(kinds)
     parts = [f"{counts['passed']} passed{kept}", failed]
@@ -178,12 +177,25 @@ def count_words(results: Sequence[StepResult]) -> str:
     return ", ".join(parts)
 
 
+def phase_line(phase: str, statuses: Sequence[str], *, num_kept: int, seconds: float, peak_bytes: int) -> str:
+    """``phase 3 l1_gemm: 5 passed, 0 failed; 40.1 s, peak 300 MiB a step``."""
+    figures = f"{seconds:.1f} s, peak {peak_bytes / 2**20:.0f} MiB a step"
+    return f"phase {phase}: {count_words(statuses, num_kept)}; {figures}"
+
+
+def _count_words(results: Sequence[StepResult]) -> str:
+    return count_words([result.status for result in results], sum(bool(result.step.kept_from) for result in results))
+
+
 def _phase_line(results: Sequence[StepResult]) -> str:
     spec = results[0].step.spec
-    seconds = sum(result.seconds for result in results)
-    peak = max(result.peak_pss_bytes for result in results)
-    figures = f"{seconds:.1f} s, peak {peak / 2**20:.0f} MiB a step"
-    return f"phase {spec.number} {spec.name}: {count_words(results)}; {figures}"
+    return phase_line(
+        f"{spec.number} {spec.name}",
+        [result.status for result in results],
+        num_kept=sum(bool(result.step.kept_from) for result in results),
+        seconds=sum(result.seconds for result in results),
+        peak_bytes=max(result.peak_pss_bytes for result in results),
+    )
 
 
 def _show_failure(display: Display, result: StepResult, with_tail: bool) -> None:
@@ -220,5 +232,5 @@ def show_summary(
             display.say(f"{status} {reasons.count(reason)}: {reason}")
     for text in leftovers:
         display.say(f"LEFT BEHIND: {text}")
-    display.say(f"results: {folder}")
-    display.say(count_words(results))
+    display.say(f"results: {folder} (report.html)")
+    display.say(_count_words(results))

@@ -82,21 +82,21 @@ class BuildResult:
     log_tail: str = ""
 
 
-def log_tails(folder: Path) -> dict[str, str]:
-    """The last 30 lines of the launcher's and of every rank's log; empty logs are left out."""
+def log_tails(folder: Path, *, max_lines: int = LOG_TAIL_LINES, max_bytes: int = LOG_TAIL_BYTES) -> dict[str, str]:
+    """The last lines of the launcher's and of every rank's log; empty logs are left out."""
     of_ranks = [path for path in folder.glob("rank*.log") if re.fullmatch(r"rank[0-9]+", path.stem)]
     paths = [folder / LAUNCHER_LOG, *sorted(of_ranks, key=lambda path: int(path.stem[4:]))]
-    tails = {path.name: _last_lines(path) for path in paths if path.is_file()}
+    tails = {path.name: _last_lines(path, max_lines, max_bytes) for path in paths if path.is_file()}
     return {name: tail for name, tail in tails.items() if tail}
 
 
-def _last_lines(path: Path) -> str:
+def _last_lines(path: Path, max_lines: int, max_bytes: int) -> str:
     """Reads the end only: a rank that hangs in a loop may have written gigabytes."""
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - LOG_TAIL_BYTES))
+        file.seek(max(0, size - max_bytes))
         lines = file.read().decode(errors="replace").splitlines()
-    return "\n".join(lines[-LOG_TAIL_LINES:])
+    return "\n".join(lines[-max_lines:])
 
 
 def command_to_repeat(step: Step, failed_cases: Sequence[str], seconds: float | None, phases_root: Path | None) -> str:

@@ -15,11 +15,12 @@ from pathlib import Path
 from harness.display import Display, show_summary
 from harness.earlier import narrow_to_undone
 from harness.flight import post_flight, pre_flight
-from harness.keys import EarlierSteps, StepKeys, keep_passes
+from harness.keys import EarlierSteps, StepKeys, keep_passes, toolchain
 from harness.launch import base_environment, run_supervised, step_command, step_environment
 from harness.machine import Machine, look_at_machine
 from harness.plan import Plan, Request, Step, make_plan, with_requirements
 from harness.record import RECORD_FILE, judge, read_record
+from harness.report import write_report
 from harness.results import (
     STOPPED,
     BuildResult,
@@ -129,7 +130,7 @@ class Run:
         elif self.last_step.asked:
             result = StepResult(step, "skipped", (f"{STOPPED} (who started it is gone)",))
         elif reason := self._block_reason(step, specs):
-            result = StepResult(step, "blocked", (reason,))
+            result = StepResult(dataclasses.replace(step, kept_from=""), "blocked", (reason,))
         elif step.kept_from:
             result = StepResult(step, "passed")
         else:
@@ -251,6 +252,7 @@ def run(request: Request, places: Places, display: Display, *, build_seconds: fl
         "request": request,
         "command": ["python", "-m", "harness", *sys.argv[1:]],
         "machine": planned.machine,
+        "toolchain": toolchain(planned.machine, plan.target),
         "commit": _commit(places.project_root),
         "target": plan.target,
         "target_reason": plan.target_reason,
@@ -280,5 +282,6 @@ def run(request: Request, places: Places, display: Display, *, build_seconds: fl
     write_run_file(
         folder, {**facts, "pre_flight": before, "post_flight": after, "finished": finished, "exit_code": code}
     )
+    write_report(folder)
     show_summary(display, this_run.results, this_run.builds, after.leftovers, folder)
     return code

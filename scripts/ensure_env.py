@@ -25,7 +25,7 @@ VENV = os.path.join(ROOT, ".venv")
 MINIMUM_PYTHON = (3, 11)
 MINIMUM_TORCH = (2, 11)
 MODULES = {
-    "run": ["torch", "numpy", "safetensors", "yaml", "rich", "typer", "psutil"],
+    "run": ["torch", "numpy", "safetensors", "yaml", "rich", "typer", "psutil", "jinja2"],
     "dev": ["pytest", "pytest_timeout", "xdist", "hypothesis", "transformers"],
 }
 REQUIREMENTS = {"run": "requirements.txt", "dev": "requirements-dev.txt"}

@@ -122,7 +122,9 @@ class Project:
         return path
 
     def command(self, *arguments: str) -> list[str]:
-        places = ["--phases-root", str(self.root / "phases"), "--runs-dir", str(self.runs_folder)]
+        places = ["--runs-dir", str(self.runs_folder)]
+        if arguments[0] in ("run", "plan", "build"):
+            places += ["--phases-root", str(self.root / "phases")]
         return [sys.executable, "-m", "harness", *arguments, *places]
 
     def environment(self) -> dict[str, str]:
