@@ -143,7 +143,7 @@ def test_named_python_without_the_modules_is_refused(machine: Path) -> None:
     write_program(machine, "bare", f'exec {sys.executable} -S "$@"')
     done = ensure_env(machine, PYTHON=str(machine / "bin" / "bare"))
     assert (done.returncode, done.stdout) == (2, "")
-    assert "lacks torch, numpy, safetensors, yaml, rich, typer, psutil." in done.stderr
+    assert "lacks torch, numpy, safetensors, yaml, rich, typer, psutil, jinja2." in done.stderr
 
 
 def test_old_python_is_told(machine: Path) -> None:
