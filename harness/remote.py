@@ -109,6 +109,11 @@ class Session:
         except BrokenPipeError as error:
             raise ConnectionLost(self.errors()) from error
 
+    def give_up(self, why: str) -> ConnectionLost:
+        """Cut a line whose other end does not answer."""
+        self._ssh.kill()
+        return ConnectionLost(why)
+
     def send(self, kind: str, **fields: Any) -> None:
         self._write(MARK.encode() + json.dumps({"kind": kind, **fields}).encode() + b"\n")
 
@@ -120,7 +125,7 @@ class Session:
         ready, _, _ = select.select([self._ssh.stdout], [], [], seconds)
         if not ready:
             if time.monotonic() - self._heard > SILENCE_S:
-                raise ConnectionLost(f"nothing was heard for {SILENCE_S:g} s")
+                raise self.give_up(f"nothing was heard for {SILENCE_S:g} s")
             return []
         data = self._ssh.stdout.read(1 << 16)
         if not data:
@@ -241,7 +246,7 @@ class Follower:
                 self._session.send("stop")
                 self._say(f"stopping the run on {self._node.words} … (once more: leave it to end by itself)")
             if stop_asked is not None and (interrupts.count > 1 or time.monotonic() - stop_asked > STOP_SECONDS):
-                raise ConnectionLost("it did not confirm the stop")
+                raise self._session.give_up("it did not confirm the stop")
             for message in self._session.messages(0.2):
                 if message["kind"] == "end":
                     self._show("\n" * bool(self._console))
@@ -330,7 +335,6 @@ def _finish(node: Node, end: Mapping[str, Any], follower: Follower, say: Callabl
     """Fetch the results and judge how the harness ended."""
     if follower.folder is not None:
         pull(node, follower.run, follower.folder)
-        say(f"results: {follower.folder}")
     for text in end["left_by_harness"]:
         say(f"{node.words}: ended after the harness: {text}")
     code = int(end["exit_code"])

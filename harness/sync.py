@@ -140,6 +140,8 @@ def _explain_rsync(node: Node, done: subprocess.CompletedProcess[str]) -> NodeEr
     errors = done.stderr
     if done.returncode == 255:
         return NodeError(explain_ssh(node, errors))
+    if done.returncode == 11 and not errors.strip():  # a write failed there, and what was said about it came too late
+        return NodeError(f"{node.words}: {_cannot_write(node, 'No space left')}")
     # rsync's last line only counts errors; the first tells.
     first = next((line.strip() for line in errors.splitlines() if line.strip()), "nothing was printed")
     if "No space left" in errors or "Permission denied" in errors or "Read-only file system" in errors:
