@@ -26,6 +26,7 @@ class Outcome:
     removed_files, unexplained_files: /dev/shm files, see holdings.remove_shm_files.
     held_memfds: living processes that hold the step's shared memory.
     broken_ranks: ranks that ended with an error or a signal, first one first.
+    bundle: folder that explains a hang, a fault or a rank's end (hang.py). explanation: its verdict, in one line.
     """
 
     end: str
@@ -40,6 +41,8 @@ class Outcome:
     unexplained_files: tuple[str, ...] = ()
     held_memfds: tuple[str, ...] = ()
     broken_ranks: tuple[int, ...] = ()
+    bundle: str = ""
+    explanation: str = ""
     message: str = ""
 
     def write(self, folder: Path) -> None:

@@ -32,7 +32,23 @@ def log_file(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank}.log"
 
 
-def _write_whole(path: Path, text: str) -> None:
+def fault_file(folder: Path, rank: int) -> Path:
+    """Holds a fault that aborted this rank's group, in words: the supervisor has the step explained."""
+    return folder / f"rank{rank}.fault"
+
+
+def launch_file(folder: Path, rank: int) -> Path:
+    """Holds what the last launch of this rank's process was asked to do, as JSON: config and facts."""
+    return folder / f"rank{rank}.launch"
+
+
+def responder_file(folder: Path, rank: int) -> Path:
+    """There where a thread of the rank's process can save buffers that lie on a GPU (see hang.py)."""
+    return folder / f"rank{rank}.responder"
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that whoever finds it finds all of it."""
     temporary = path.with_suffix(path.suffix + ".tmp")
     temporary.write_text(text)
     temporary.replace(path)
@@ -62,12 +78,12 @@ def _run(script: str, result: Path) -> None:
     try:
         runpy.run_path(script, run_name="__main__")
     except SystemExit as end:
-        _write_whole(result, str(_exit_code(end)))
+        write_whole(result, str(_exit_code(end)))
         raise
     except BaseException:
-        _write_whole(result, "1")
+        write_whole(result, "1")
         raise
-    _write_whole(result, "0")
+    write_whole(result, "0")
 
 
 def main(arguments: list[str]) -> int:
@@ -87,7 +103,7 @@ def main(arguments: list[str]) -> int:
         # torchrun terminates the others when it sees a rank dead, which may be before the supervisor asks for stacks.
         faulthandler.register(signal.SIGTERM, file=2, all_threads=True, chain=True)
     key = own_key()
-    _write_whole(pid_file(folder, rank), f"{key.pid} {key.start_ticks}")
+    write_whole(pid_file(folder, rank), f"{key.pid} {key.start_ticks}")
     script = arguments[0]
     sys.argv = arguments
     sys.path[0] = str(Path(script).resolve().parent)

@@ -178,6 +178,8 @@ def _ending_reasons(outcome: Outcome) -> list[str]:
     reasons = []
     if outcome.message:
         reasons.append(outcome.message)
+    if outcome.bundle and (outcome.end != "exited" or outcome.exit_code != 0):
+        reasons.append(f"hang bundle {outcome.bundle}: {outcome.explanation}")
     if outcome.end == "exited" and outcome.exit_code != 0:
         first = f"; rank {outcome.broken_ranks[0]} ended first" if outcome.broken_ranks else ""
         reasons.append(f"exit code {outcome.exit_code}{first}")

@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from harness import processes
+from harness.hang import Bundle
 from harness.holdings import memfd_holders, recorded_holdings, remove_shm_files, unexplained_shm_files
 from harness.outcome import Outcome, read_outcome
 from harness.processes import Process, Sweep
@@ -29,7 +30,8 @@ from harness.watch import Ranks, Watch, recorded_processes
 
 TICK_S = 0.05
 SETTLE_S = 2.0  # helpers of a command that has ended (resource trackers, say) may take this long to follow
-STACKS_SHARE = 0.75  # stacks are asked for at 45 s of 60
+EXPLAIN_SHARE = 0.75  # a step that still runs at 45 s of 60 is explained
+BUNDLE_SLACK_S = 3.0  # what a bundle begun at a rank's end may still take once the command has ended
 # A supervisor that is so late is itself stuck (stopped, say). More than it takes to settle and to sweep (6 s together),
 # and little enough for the guardian to have swept 10 s after the limit.
 GUARDIAN_SLACK_S = 7.0
@@ -108,12 +110,15 @@ def _start(job: Job) -> subprocess.Popen[bytes]:
         )
 
 
-def _wait_for_end(job: Job, root: subprocess.Popen[bytes], watch: Watch, ranks: Ranks, stop: StopRequest) -> Outcome:
+def _wait_for_end(
+    job: Job, root: subprocess.Popen[bytes], watch: Watch, ranks: Ranks, bundle: Bundle, stop: StopRequest
+) -> Outcome:
     """Watch the command until it ends, its limit passes or somebody asks to stop."""
     start = time.monotonic()
     statuses: dict[int, int] = {}
     while True:
         processes.reap_children(statuses)
+        bundle.note_ends(statuses)
         ranks.look()
         elapsed = time.monotonic() - start
         if root.pid in statuses:
@@ -121,8 +126,8 @@ def _wait_for_end(job: Job, root: subprocess.Popen[bytes], watch: Watch, ranks: 
             return Outcome("exited", exit_code=root.returncode, seconds=elapsed)
         if stop.reason is not None:
             return Outcome("interrupted", seconds=elapsed, message=f"stopped from outside ({stop.reason})")
-        if elapsed >= job.seconds * STACKS_SHARE:
-            ranks.ask_for_stacks(f"still running after {elapsed:.1f} s")
+        if elapsed >= job.seconds * EXPLAIN_SHARE:
+            ranks.note_time(f"still running after {elapsed:.1f} s")
         if elapsed >= job.seconds:
             return Outcome("timed out", seconds=elapsed, message=f"still running at its limit of {job.seconds:g} s")
         watch.sample_if_due()
@@ -164,13 +169,15 @@ def supervise(job: Job, stop: StopRequest) -> Outcome:
     """Run the job to its end, whatever that is, and return only when nothing of it is left (or say what is)."""
     say = Log(job.folder)
     watch = Watch(job.folder)
-    ranks = Ranks(job.folder, job.num_ranks, say)
+    bundle = Bundle(job.folder, job.seconds)
+    ranks = Ranks(job.folder, job.num_ranks, say, bundle.begin)
     say(f"limit {job.seconds:g} s: {' '.join(job.command)}")
     try:
         root = _start(job)
     except OSError as error:
         return Outcome("not started", message=f"cannot start {job.command[0]}: {error}")
-    outcome = _wait_for_end(job, root, watch, ranks, stop)
+    outcome = _wait_for_end(job, root, watch, ranks, bundle, stop)
+    bundle.finish(BUNDLE_SLACK_S if outcome.end == "exited" else 0.0)
     ended_at = time.monotonic()
     say(f"{outcome.end}, exit code {outcome.exit_code}, after {outcome.seconds:.2f} s")
     left_behind = _settle(job, watch) if outcome.end == "exited" else ()
@@ -180,6 +187,8 @@ def supervise(job: Job, stop: StopRequest) -> Outcome:
         ranks.look()
         outcome = replace(outcome, left_behind=left_behind, broken_ranks=tuple(ranks.broken))
     outcome = _account(job, outcome, swept, watch, say)
+    folder, explanation = bundle.read()
+    outcome = replace(outcome, bundle=folder, explanation=explanation)
     return replace(outcome, seconds_to_empty=time.monotonic() - ended_at)
 
 

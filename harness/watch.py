@@ -11,10 +11,11 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from harness import processes
+from harness.hang import Trouble
 from harness.holdings import Holdings, shm_snapshot
 from harness.jsonlines import read_sound_lines
 from harness.processes import Process, ProcessKey
-from harness.rank import exit_file, pid_file
+from harness.rank import exit_file, fault_file, log_file, pid_file
 
 SAMPLE_S = 0.25
 HOLDINGS_S = 1.0
@@ -99,17 +100,21 @@ class Deaths:
 
 
 class Ranks:
-    """The ranks of a step by the files they leave, and their stacks when something goes wrong."""
+    """The ranks of a step by the files they leave. On the first trouble they are asked for their stacks, and
+    ``explain`` is called, once."""
 
-    def __init__(self, folder: Path, num_ranks: int, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, folder: Path, num_ranks: int, say: Callable[[str], None], explain: Callable[[Trouble], None]
+    ) -> None:
         self.broken: list[int] = []
         self._folder = folder
         self._num_ranks = num_ranks
         self._say = say
+        self._explain = explain
         self._keys: dict[int, ProcessKey] = {}
         self._ended: set[int] = set()
         self._deaths = Deaths()
-        self._asked_for_stacks = False
+        self._has_trouble = False
 
     def wait(self, seconds: float) -> None:
         """Return after ``seconds``, or as soon as a rank's process has ended."""
@@ -128,8 +133,17 @@ class Ranks:
                     dead_before_seen.append(rank)
         newly_ended = self._in_order_of_their_ends([*dead_before_seen, *self._deaths.look()])
         self._ended.update(newly_ended)
+        self._look_for_faults()
         for rank in newly_ended:
             self._note_end(rank)
+
+    def _look_for_faults(self) -> None:
+        if self._has_trouble:
+            return
+        for rank in self._keys:
+            if (path := fault_file(self._folder, rank)).exists():
+                self._note_trouble(f"rank {rank} met a fault: {path.read_text(errors='replace')}", self._keys)
+                return
 
     def _in_order_of_their_ends(self, dead: list[int]) -> list[int]:
         """The newly ended: ``dead``, in the order of their deaths, and those that live on after the end of their
@@ -149,25 +163,36 @@ class Ranks:
         self.broken.append(rank)
         self._say(f"rank {rank} ended {how}")
         if others := self._keys.keys() - self._ended:
-            self._ask_for_stacks(f"rank {rank} ended {how}", others)
+            self._note_trouble(f"rank {rank} ended {how}", others, ended_by_itself=path.exists())
 
-    def ask_for_stacks(self, why: str) -> None:
-        """Have every rank print its stacks, unless some were asked before: the first look tells the story."""
-        self._ask_for_stacks(why, self._keys)
+    def note_time(self, why: str) -> None:
+        """The step takes so long that it may hang."""
+        self._note_trouble(why, self._keys)
 
-    def _ask_for_stacks(self, why: str, ranks: Collection[int]) -> None:
-        """SIGUSR1 to those that have a handler for it."""
-        if self._asked_for_stacks:
+    def _note_trouble(self, why: str, ranks: Collection[int], *, ended_by_itself: bool = False) -> None:
+        """Ask ranks for their stacks and have the step explained, unless that was done before: the first look tells the
+        story."""
+        if self._has_trouble:
             return
-        self._asked_for_stacks = True
-        asked, deaf = [], []
+        self._has_trouble = True
+        asked = self._ask_for_stacks(why, ranks)
+        self._explain(Trouble(why, dict(sorted(self._keys.items())), asked, ended_by_itself))
+
+    def _ask_for_stacks(self, why: str, ranks: Collection[int]) -> dict[int, int]:
+        """SIGUSR1 to those that have a handler for it; the length of their logs before that, by rank."""
+        asked, deaf = {}, []
         for rank in sorted(ranks):
             key = self._keys[rank]
             if not processes.is_alive(key):
                 continue
+            log = log_file(self._folder, rank)
+            length = log.stat().st_size if log.exists() else 0
             has_handler = processes.catches_signal(key.pid, signal.SIGUSR1)
             if has_handler and processes.send_signal(key, signal.SIGUSR1):
-                asked.append(rank)
+                asked[rank] = length
             elif not has_handler:
                 deaf.append(rank)
-        self._say(f"{why}: stacks of ranks {asked} go to their logs" + (f"; no handler in ranks {deaf}" * bool(deaf)))
+        self._say(
+            f"{why}: stacks of ranks {list(asked)} go to their logs" + f"; no handler in ranks {deaf}" * bool(deaf)
+        )
+        return asked

@@ -249,7 +249,8 @@ def test_who_ended_first_is_known_to_a_late_look(tmp_path: Path) -> None:
             assert found is not None
             pid_file(tmp_path, rank).write_text(f"{child.pid} {found.key.start_ticks}")
         said: list[str] = []
-        ranks = Ranks(tmp_path, len(children), said.append)
+        explained: list[Trouble] = []
+        ranks = Ranks(tmp_path, len(children), said.append, explained.append)
         ranks.look()
         assert ranks.broken == []
         exit_file(tmp_path, 5).write_text("1")  # the first, and it lives on
@@ -262,6 +263,10 @@ def test_who_ended_first_is_known_to_a_late_look(tmp_path: Path) -> None:
         ranks.look()
         assert ranks.broken == [5, 4, 2, 1]
         assert said[0] == "rank 5 ended with exit code 1"
+        (trouble,) = explained
+        assert trouble.why == said[0]
+        assert trouble.ended_by_itself
+        assert list(trouble.ranks) == [0, 1, 2, 3, 4, 5]
         ranks.look()
         assert ranks.broken == [5, 4, 2, 1]
     finally:

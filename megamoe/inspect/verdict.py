@@ -17,7 +17,7 @@ def find_culprit(ranks: Mapping[int, Counters], num_ranks: int) -> str:
         return first.describe(next(iter(ranks.values())).image.config) + more
     under_way = {rank: seen for rank, seen in ranks.items() if seen.under_way}
     if not under_way:
-        return "no launch is under way: what hangs is outside the kernel (see the Python stacks)"
+        return "no launch is under way and no fault is on record"
     epoch = max(seen.epoch for seen in under_way.values())
     unread = [rank for rank in range(num_ranks) if rank not in ranks]
     absent = [rank for rank, seen in ranks.items() if seen.epoch < epoch]
@@ -25,7 +25,8 @@ def find_culprit(ranks: Mapping[int, Counters], num_ranks: int) -> str:
     behind = sorted(set(awaited) & {*absent, *unread})
     waiting = [rank for rank, seen in under_way.items() if seen.late_sources]
     if behind:
-        return f"{ranks_words(waiting)} wait in epoch {epoch} for {ranks_words(behind)}, which did not launch it"
+        verb = "waits" if len(waiting) == 1 else "wait"
+        return f"{ranks_words(waiting)} {verb} in epoch {epoch} for {ranks_words(behind)}, which did not launch it"
     if awaited:
         return f"{ranks_words(awaited)} launched epoch {epoch} and did not publish the routes that others wait for"
     return _describe_work(under_way, epoch)

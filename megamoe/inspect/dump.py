@@ -1,0 +1,225 @@
+"""A rank's buffer as a file: a zip archive that says what it is in ``dump.json`` and has the bytes of each region.
+
+Counters, tables, routes and metadata are always in it; of the large regions (activations, scales, partial results)
+those of at most `MAX_DATA_BYTES`, up to `MAX_TOTAL_BYTES` together. ``dump.json`` says what was left out, and why.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from megamoe.config import MegaMoEConfig
+from megamoe.inspect.image import Image, NotSaved
+from megamoe.layout import Region
+
+FORMAT = 1
+SUFFIX = ".dump"
+ABOUT = "dump.json"
+MAX_DATA_BYTES = 16 << 20
+MAX_TOTAL_BYTES = 64 << 20
+DATA_REGIONS = ("x", "x_sf", "l1_acts", "l1_acts_sf", "l2_acts", "l2_acts_sf", "combine")
+_COMPRESSION_LEVEL = 1  # most of a pool is poison or zero, which any level shrinks
+
+
+@dataclass(frozen=True)
+class LaunchFacts:
+    """What a launch was asked to do, as far as the buffer does not say it. All fields but the first may be unknown.
+
+    Attributes:
+        num_tokens: of every rank.
+        stage: where the launch stops.
+        case: name of the phase's case.
+        target: host or sm90.
+        windows: by rank: (row block, column block) of l1_accum_debug.
+        activation_clamp: of SwiGLU, or None.
+        weights_kind: of ``phases.support.inputs.make_weights``; empty: made in another way.
+        bounds: by view: name of the bound that it is compared with the oracle by, in the order of the comparisons.
+    """
+
+    num_tokens: tuple[int, ...]
+    stage: int
+    case: str = ""
+    target: str = ""
+    windows: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    activation_clamp: float | None = None
+    weights_kind: str = ""
+    bounds: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, values: Mapping[str, Any]) -> LaunchFacts:
+        """From JSON, which has texts for keys and lists for tuples."""
+        windows = {int(rank): (int(row), int(column)) for rank, (row, column) in values["windows"].items()}
+        return cls(**{**values, "num_tokens": tuple(values["num_tokens"]), "windows": windows})
+
+
+@dataclass(frozen=True)
+class Extra:
+    """A tensor that is not in the buffer: y, or a weight. ``dtype`` as layout names them."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    content: bytes
+
+
+@dataclass(frozen=True)
+class Dump:
+    """A dump that was opened. ``image`` raises `NotSaved` for what was left out."""
+
+    path: Path
+    image: Image
+    facts: LaunchFacts | None
+    omitted: Mapping[str, str]
+    checksums: Mapping[str, int]
+    _extras: Mapping[str, tuple[str, tuple[int, ...]]]
+
+    @property
+    def rank(self) -> int:
+        return self.image.rank
+
+    @cached_property
+    def extras(self) -> dict[str, Extra]:
+        with zipfile.ZipFile(self.path) as archive:
+            return {
+                name: Extra(dtype, shape, archive.read(f"extra/{name}"))
+                for name, (dtype, shape) in self._extras.items()
+            }
+
+
+def write_dump(
+    path: Path,
+    image: Image,
+    facts: LaunchFacts | None = None,
+    extras: Mapping[str, Extra] | None = None,
+    checksums: Mapping[str, int] | None = None,
+) -> None:
+    """Save an image, whole or not at all.
+
+    Args:
+        path: of the file; its folder exists.
+        image: what to save.
+        facts: of the last launch.
+        extras: what belongs to the launch and is not in the buffer.
+        checksums: crc32 of tensors that are left out and can be made again.
+
+    Raises:
+        OSError: the image cannot be read, or the file not be written.
+    """
+    omitted = {
+        name: f"{size} bytes; a dump holds data regions of at most {MAX_DATA_BYTES} bytes, {MAX_TOTAL_BYTES} in all"
+        for name, size in _too_large(image).items()
+    }
+    about = {
+        "format": FORMAT,
+        "config": asdict(image.config),
+        "rank": image.rank,
+        "origin": image.origin,
+        "facts": asdict(facts) if facts is not None else None,
+        "omitted": omitted,
+        "extras": {name: [extra.dtype, extra.shape] for name, extra in (extras or {}).items()},
+        "checksums": dict(checksums or {}),
+    }
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        with zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED, compresslevel=_COMPRESSION_LEVEL) as archive:
+            archive.writestr(ABOUT, json.dumps(about, indent=1))
+            for region in image.layout.regions:
+                if region.name not in omitted:
+                    archive.writestr(f"region/{region.name}", image.region_bytes(region.name))
+            for name, extra in (extras or {}).items():
+                archive.writestr(f"extra/{name}", extra.content)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _too_large(image: Image) -> dict[str, int]:
+    """Data regions that a dump leaves out, with their bytes."""
+    left, omitted = MAX_TOTAL_BYTES, {}
+    for name in DATA_REGIONS:
+        size = image.layout[name].num_bytes
+        if size > min(MAX_DATA_BYTES, left):
+            omitted[name] = size
+        else:
+            left -= size
+    return omitted
+
+
+def load_dump(path: Path) -> Dump:
+    """Open a dump.
+
+    Raises:
+        ValueError: it is no dump, or one of another version; names the file.
+        OSError: it cannot be read.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            about = json.loads(archive.read(ABOUT))
+        if about["format"] != FORMAT:
+            raise ValueError(f"{path}: a dump of format {about['format']}, expected {FORMAT}")
+        config, facts = MegaMoEConfig(**about["config"]), about["facts"]
+        parsed = LaunchFacts.parse(facts) if facts is not None else None
+    except (zipfile.BadZipFile, KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path}: not a dump of this version of megamoe: {error}") from error
+    omitted = about["omitted"]
+    known: dict[str, bytes] = {}
+
+    def read(region: Region, first: int, size: int) -> bytes:
+        if region.name in omitted:
+            raise NotSaved(f"{path.name} does not hold {region.name}: {omitted[region.name]}")
+        if region.name not in known:
+            with zipfile.ZipFile(path) as archive:
+                known[region.name] = archive.read(f"region/{region.name}")
+        return known[region.name][first : first + size]
+
+    image = Image(config, int(about["rank"]), f"{path.name} ({about['origin']})", read)
+    extras = {name: (dtype, tuple(shape)) for name, (dtype, shape) in about["extras"].items()}
+    return Dump(path, image, parsed, omitted, about["checksums"], extras)
+
+
+def find_dumps(places: Sequence[Path]) -> list[Path]:
+    """The dump files that paths name: a file itself, or all below a folder, by name.
+
+    Raises:
+        ValueError: a path does not exist, or there is no dump below a folder.
+    """
+    found: list[Path] = []
+    for place in places:
+        if place.is_dir():
+            below = sorted(place.rglob(f"*{SUFFIX}"))
+            if not below:
+                raise ValueError(f"{place}: no file *{SUFFIX} below it")
+            found += below
+        elif place.exists():
+            found.append(place)
+        else:
+            raise ValueError(f"{place}: no such file or folder")
+    return found
+
+
+def load_group(place: Path) -> dict[int, Dump]:
+    """The dumps of one launch by rank: those of a folder, or a file and its siblings of other ranks.
+
+    Siblings have the same name but for ``rank<r>``.
+
+    Raises:
+        ValueError: there is none, or several of one rank; names them.
+    """
+    paths = find_dumps([place])
+    if place.is_file():
+        rank, dash, rest = place.name.partition("-")
+        paths = sorted(place.parent.glob(f"rank*-{rest}")) if dash and rank.startswith("rank") else [place]
+    groups: dict[str, dict[int, Dump]] = {}
+    for path in paths:
+        dump = load_dump(path)
+        groups.setdefault(f"{path.parent}/*-{path.name.partition('-')[2]}", {})[dump.rank] = dump
+    if len(groups) > 1:
+        raise ValueError(f"{place}: dumps of {len(groups)} launches, name one: {', '.join(groups)}")
+    (group,) = groups.values()
+    return group

@@ -1,0 +1,116 @@
+"""A hang is explained before it is killed: by real ranks that wait for one that never launches, or that died."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from harness import hang, processes
+from harness.hang import HANG_FOLDER, Bundle, Trouble, write_bundle
+from tests.hang_project import NUM_RANKS, STALLED, HangProject
+from tests.hang_soak import LIMIT_S, hang_once
+from tests.harness_project import HarnessCall
+
+
+def _bundle(call: HarnessCall) -> dict[str, str]:
+    """The bundle of a call's only step: text by name of file."""
+    (step,) = call.steps()
+    folder = Path(step["outcome"]["bundle"])
+    assert folder.name == HANG_FOLDER
+    assert folder.is_relative_to(call.run_folder)
+    assert str(folder) in call.output  # in the failure line
+    assert any(str(folder) in reason for reason in step["reasons"])
+    return {path.name: path.read_text(errors="replace") for path in folder.iterdir()}
+
+
+def _only_bundle(root: Path) -> dict[str, str]:
+    (folder,) = root.glob(f"runs/*/*/{HANG_FOLDER}")
+    return {path.name: path.read_text(errors="replace") for path in folder.iterdir()}
+
+
+# Two of the runs of `python -m tests.hang_soak`, which looks for processes, mappings and files that are left.
+
+
+def test_eight_ranks_that_wait_for_one(tmp_path: Path) -> None:
+    assert hang_once("virtual", tmp_path, LIMIT_S) == []
+    texts = _only_bundle(tmp_path)
+    assert "explained because: still running after 4.5" in texts["summary.txt"]
+    assert f"wait in epoch 2 for rank {STALLED}, which did not launch it" in texts["summary.txt"]
+    assert "rank 0 of 8: epoch 2 under way" in texts["rank0.txt"]
+    assert f"not published here for epoch 2 by rank {STALLED} (last for epoch 1)" in texts["rank0.txt"]
+    assert "in wait_for_a_launch_that_never_ends" in texts["rank0.txt"]
+    assert "--- native stack" in texts["rank0.txt"]
+    assert texts["rank0.txt"].rstrip().endswith("launched")
+    assert f"rank {STALLED} of 8: epoch 1 ended, none under way" in texts[f"rank{STALLED}.txt"]
+    assert {f"rank{rank}-buffer0.dump" for rank in range(NUM_RANKS)} <= set(texts)
+    assert "error.txt" not in texts
+
+
+def test_eight_processes_that_want_to_stay(tmp_path: Path) -> None:
+    assert hang_once("process", tmp_path, LIMIT_S) == []
+    texts = _only_bundle(tmp_path)
+    assert all(f"rank{rank}.txt" in texts for rank in range(NUM_RANKS))
+    assert 'script.py", line' in texts[f"rank{STALLED}.txt"]  # its Python stack
+
+
+def test_a_rank_that_dies_is_read_through_its_peers(tmp_path: Path) -> None:
+    project = HangProject(tmp_path)
+    project.processes(2, stall="os.kill(os.getpid(), 9)")
+    call = project.call("run", "--target", "host")
+    assert call.statuses() == {"1-2-process": "failed"}
+    texts = _bundle(call)
+    assert "rank 1 ended without reaching its end (a signal)" in texts["summary.txt"]
+    assert "rank 0 waits in epoch 2 for rank 1, which did not launch it" in texts["summary.txt"]
+    assert "rank 1 is gone; its memory was read through a peer's" in texts["summary.txt"]
+    assert "rank 1 of 2: epoch 1 ended, none under way" in texts["rank1.txt"]
+    assert "rank 1 does not launch" in texts["rank1.txt"]  # of its log
+    assert "in synchronize" in texts["rank0.txt"]
+
+
+def test_a_fault_is_explained_at_once(tmp_path: Path) -> None:
+    """The rank that meets it waits until the supervisor has looked; the step then ends by itself."""
+    project = HangProject(tmp_path)
+    project.virtual(timeout_s=0.5, on_fault="hang.announce_fault(str(fault))")
+    call = project.call("run", "--target", "host")
+    (step,) = call.steps()
+    assert step["status"] == "failed"
+    assert step["seconds"] < 30
+    texts = _bundle(call)
+    assert "rank 0 met a fault: rank 0 waited" in texts["summary.txt"]
+    assert f"for rank {STALLED} to publish its routes for epoch 2" in texts["summary.txt"]
+    assert "aborted in epoch 2" in texts["rank1.txt"]
+    assert "--- fault" in texts["rank0.txt"]
+
+
+def test_ranks_that_end_in_order_need_no_bundle(tmp_path: Path) -> None:
+    own = {0: processes.own_key()}
+    write_bundle(tmp_path, Trouble("rank 1 ended with exit code 1", own, {}, ended_by_itself=True), 2.0)
+    assert not (tmp_path / HANG_FOLDER).exists()
+    write_bundle(tmp_path, Trouble("rank 1 ended without reaching its end (a signal)", own, {}), 2.0)
+    assert "no rank holds a buffer" in (tmp_path / HANG_FOLDER / "summary.txt").read_text()
+
+
+def test_a_bundle_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that writing it meets may keep the supervisor from the kill at the limit."""
+    monkeypatch.setattr(hang, "write_bundle", lambda *_: time.sleep(1000))
+    bundle = Bundle(tmp_path, 60.0)
+    before = time.monotonic()
+    bundle.begin(Trouble("a test", {}, {}))
+    bundle.finish(0.1)
+    assert time.monotonic() - before < 5
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+    assert bundle.read() == ("", "")
+
+
+def test_what_goes_wrong_in_a_bundle_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / HANG_FOLDER).mkdir()
+    monkeypatch.setattr(hang, "write_bundle", lambda *_: 1 // 0)
+    bundle = Bundle(tmp_path, 60.0)
+    bundle.begin(Trouble("a test", {}, {}))
+    bundle.finish(5.0)
+    assert "ZeroDivisionError" in (tmp_path / HANG_FOLDER / "error.txt").read_text()
+    assert bundle.read() == (str(tmp_path / HANG_FOLDER), "the bundle was not finished in its time")
