@@ -30,7 +30,9 @@ inline void run_worker(const Rank& rank, const LaunchArguments& launch, uint32_t
   const auto y = reinterpret_cast<uint16_t*>(launch.y);
   const uint64_t y_elements = uint64_t(num_tokens) * rank.problem.hidden;
   SoloTeam team;
-  if (enter_launch(context, launch.launch, num_workers) == Entry::refused) {
+  const Entry entry = enter_launch(context, launch.launch);
+  acknowledge_entry(context, launch.launch, num_workers);
+  if (entry == Entry::refused) {
     if (worker == 0 && y != nullptr) fill_nan(y, y_elements);
     return;
   }

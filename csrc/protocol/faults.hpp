@@ -64,6 +64,35 @@ MEGAMOE_FN constexpr uint64_t grace_ns(WaitFor wait) {
 
 constexpr uint32_t kPollsPerLook = 16;  // polls between two looks at the clock and the abort flag
 
+// How slow polling may become, see pause(). Finished experts are awaited by nearly every warp of the GPU.
+MEGAMOE_FN uint32_t pause_doublings(const Context& context, WaitFor wait) {
+  constexpr uint32_t quick = 2, calm = 4, slow = 6;
+  constexpr uint32_t few_tokens = 16, many_tokens = 1024;
+  if (wait != WaitFor::expert_done || context.num_tokens <= few_tokens) return quick;
+  return context.num_tokens < many_tokens ? calm : slow;
+}
+
+// How long one wait has lasted.
+struct Patience {
+  uint64_t started = 0;  // 0: at the first poll
+  uint32_t polls = 0;
+};
+
+// After a poll that came too early. True when the wait ends here: the deadline passed (a record was written, every rank
+// told), or another wait aborted the launch.
+MEGAMOE_FN bool gives_up(const Context& context, Patience& patience, Fault fault, uint64_t seen) {
+  if (patience.polls++ % kPollsPerLook != 0) return false;
+  if (aborted(context)) return true;
+  const uint64_t now = now_ns();
+  if (patience.started == 0) patience.started = now;
+  if (now - patience.started <= context.timeout_ns + grace_ns(fault.wait)) return false;
+  fault.seen = seen;
+  fault.waited_ns = now - patience.started;
+  record_fault(context, fault);
+  raise_abort(context);
+  return true;
+}
+
 template <class T>
 struct Waited {
   bool reached;
@@ -80,24 +109,28 @@ MEGAMOE_FN auto wait_until(const Context& context, Ref word, Reached reached, Fa
     -> Waited<decltype(word.load(relaxed))> {
   perturb(Point::wait);
   constexpr auto last_order = mutated(Mutation::relaxed_wait) ? relaxed : acquire;
-  const uint64_t limit_ns = context.timeout_ns + grace_ns(fault.wait);
-  for (uint32_t polls = 0;; ++polls) {
+  const uint32_t doublings = pause_doublings(context, fault.wait);
+  Patience patience{started};
+  for (;;) {
     const auto seen = word.load(relaxed);
     if (reached(seen)) return {true, word.load(last_order)};
-    if (polls % kPollsPerLook == 0) {
-      if (aborted(context)) return {false, seen};
-      const uint64_t now = now_ns();
-      if (started == 0) started = now;
-      if (now - started > limit_ns) {
-        fault.seen = uint64_t(seen);
-        fault.waited_ns = now - started;
-        record_fault(context, fault);
-        raise_abort(context);
-        return {false, seen};
-      }
-    }
-    pause(polls);
+    if (gives_up(context, patience, fault, uint64_t(seen))) return {false, seen};
+    pause(patience.polls, doublings);
   }
+}
+
+enum class Look : uint32_t { reached, not_yet, drains };
+
+// The same wait, one poll of it, for a thread that has other work meanwhile.
+template <class Ref, class Reached>
+MEGAMOE_FN Look look_at(const Context& context, Ref word, Reached reached, const Fault& fault, Patience& patience) {
+  constexpr auto last_order = mutated(Mutation::relaxed_wait) ? relaxed : acquire;
+  const auto seen = word.load(relaxed);
+  if (reached(seen)) {
+    word.load(last_order);
+    return Look::reached;
+  }
+  return gives_up(context, patience, fault, uint64_t(seen)) ? Look::drains : Look::not_yet;
 }
 
 }  // namespace megamoe

@@ -9,29 +9,31 @@ enum class Entry : uint32_t { undecided = 0, run = 1, refused = 2 };
 
 constexpr uint64_t kEntryBits = 2;
 
+MEGAMOE_FN uint64_t* decision_slot(const Context& context, uint64_t launch) {
+  const Region& decisions = context.layout->launch_decisions;
+  return context.own<uint64_t>(decisions) + launch % kLaunchDecisionSlots * decisions.stride[0];
+}
+
 // The first worker of a launch decides for all of them, so that a launch runs whole or not at all. `launch` is unique
-// among launches that can overlap, not 0 and below 2^62. Called by one thread of each of the `num_workers` workers, with
-// context.epoch not yet set; afterwards context.epoch is this launch's, or for a refused one that of the launch in the way.
+// among launches that can overlap, not 0 and below 2^62. Called by one thread of each worker, with context.epoch not yet
+// set; afterwards context.epoch is this launch's, or for a refused one that of the launch in the way.
 //
-// The decision stays in its slot until every worker has read it: a worker that found the slot taken over would decide
-// again. So launches that share a slot wait for each other's workers to come in, and for nothing else.
-MEGAMOE_FN Entry enter_launch(Context& context, uint64_t launch, uint32_t num_workers) {
+// The decision stays in its slot until every worker has said acknowledge_entry(): a worker that found the slot taken over
+// would decide again. So launches that share a slot wait for each other's workers to come in, and for nothing else.
+MEGAMOE_FN Entry enter_launch(Context& context, uint64_t launch) {
   perturb(Point::enter);
-  const auto& layout = *context.layout;
-  SystemRef<uint64_t> in_use(*context.own<uint64_t>(layout.in_use));
-  DeviceRef<uint64_t> epoch(*context.own<uint64_t>(layout.epoch));
-  uint64_t* slot =
-      context.own<uint64_t>(layout.launch_decisions) + launch % kLaunchDecisionSlots * layout.launch_decisions.stride[0];
-  DeviceRef<uint64_t> decision(slot[0]), readers(slot[1]);
+  SystemRef<uint64_t> in_use(*context.own<uint64_t>(context.layout->in_use));
+  DeviceRef<uint64_t> epoch(*context.own<uint64_t>(context.layout->epoch));
+  DeviceRef<uint64_t> decision(decision_slot(context, launch)[0]);
   const uint64_t undecided = launch << kEntryBits;
-  uint64_t seen = decision.load(relaxed);
+  uint64_t seen = decision.load(acquire);
   while (seen >> kEntryBits != launch) {
     if (seen != 0) {
-      pause(0);
-      seen = decision.load(relaxed);
-    } else if (decision.compare_exchange_weak(seen, undecided, acquire_release, relaxed)) {
+      pause(0, 0);
+      seen = decision.load(acquire);
+    } else if (decision.compare_exchange_weak(seen, undecided, acquire, relaxed)) {
       uint64_t free = 0;
-      const bool entered = in_use.compare_exchange_strong(free, launch, acquire_release, acquire);
+      const bool entered = in_use.compare_exchange_strong(free, launch, acquire, acquire);
       if (!entered) {
         context.epoch = epoch.load(relaxed) + 1;
         record_fault(context, {FaultKind::in_use, WaitFor::nothing, context.rank, 0, 0, context.epoch, 0});
@@ -41,16 +43,21 @@ MEGAMOE_FN Entry enter_launch(Context& context, uint64_t launch, uint32_t num_wo
     }
   }
   while (seen == undecided) {  // the decider runs already and waits for nobody
-    pause(0);
-    seen = decision.load(relaxed);
+    pause(0, 0);
+    seen = decision.load(acquire);
   }
-  seen = decision.load(acquire);
   context.epoch = epoch.load(relaxed) + 1;
-  if (readers.fetch_add(1, acquire_release) + 1 == num_workers) {
-    readers.store(0, relaxed);
-    decision.store(0, release);
-  }
   return Entry(seen & ((1u << kEntryBits) - 1));
+}
+
+// Once by each of the `num_workers` workers, after enter_launch() and before it leaves; by any of its threads, beside other
+// work. The last one frees the slot.
+MEGAMOE_FN void acknowledge_entry(const Context& context, uint64_t launch, uint32_t num_workers) {
+  uint64_t* slot = decision_slot(context, launch);
+  DeviceRef<uint64_t> decision(slot[0]), readers(slot[1]);
+  if (readers.fetch_add(1, acquire_release) + 1 != num_workers) return;
+  readers.store(0, relaxed);
+  decision.store(0, release);
 }
 
 // The last worker to leave ends the launch; `drained(context)` is called by its whole team if the group was aborted.

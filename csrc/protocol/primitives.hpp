@@ -73,9 +73,10 @@ MEGAMOE_FN uint64_t now_ns() {
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(time));
   return time;
 }
-// Longer and longer: hundreds of warps that poll one line at full speed slow down all that goes through its slice of the L2.
-MEGAMOE_FN void pause(uint32_t polls) {
-  constexpr uint32_t shortest_ns = 32, doublings = 6, polls_each = 8;
+// Longer and longer, up to `doublings` times: hundreds of warps that poll one line at full speed slow down all that goes
+// through its slice of the L2.
+MEGAMOE_FN void pause(uint32_t polls, uint32_t doublings) {
+  constexpr uint32_t shortest_ns = 32, polls_each = 8;
   __nanosleep(shortest_ns << (polls / polls_each < doublings ? polls / polls_each : doublings));
 }
 // Data stored through the generic proxy is read by a bulk copy next: called after the acquire, by the thread that copies.
@@ -87,7 +88,7 @@ MEGAMOE_FN uint64_t now_ns() {
   clock_gettime(CLOCK_MONOTONIC, &time);
   return uint64_t(time.tv_sec) * 1'000'000'000ull + uint64_t(time.tv_nsec);
 }
-MEGAMOE_FN void pause(uint32_t) { sched_yield(); }
+MEGAMOE_FN void pause(uint32_t, uint32_t) { sched_yield(); }
 MEGAMOE_FN void fence_generic_to_async_proxy() {}
 #if defined(MEGAMOE_PERTURB)
 MEGAMOE_FN void perturb(Point point) { perturbation::at(uint32_t(point)); }

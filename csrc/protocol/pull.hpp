@@ -69,15 +69,18 @@ MEGAMOE_FN PullRun pull_run(const Context& context, uint32_t index, uint32_t num
 // a run and returns when the stores of every thread of the team are complete. False when the launch drains.
 template <class Team, class CopyRows>
 MEGAMOE_FN bool pull_rows(const Context& context, Team& team, CopyRows copy_rows) {
-  const Table table = wait_for_table(context, team);
-  if (!table.ready) return false;
-  const uint32_t runs = table.num_blocks * ceil_div(context.problem->block_m, kRowsPerPull);
-  for (;;) {
-    const uint32_t index = team.once([&] {  // one answer for the whole team
+  const auto claim = [&] {
+    return team.once([&] {  // one answer for the whole team
       const bool drains = aborted(context);
       const uint32_t next = take(context, Claim::pull);
       return drains ? kPullDrains : next;
     });
+  };
+  uint32_t index = claim();  // before the table is there: a claim needs nothing of it
+  const Table table = wait_for_table(context, team);
+  if (!table.ready) return false;
+  const uint32_t runs = table.num_blocks * ceil_div(context.problem->block_m, kRowsPerPull);
+  for (;; index = claim()) {
     if (index >= runs) return index != kPullDrains;
     const auto [block, first_row] = pull_run(context, index, table.num_blocks);
     const PoolBlock pool_block = pool_blocks(context)[block];

@@ -59,13 +59,31 @@ struct TileOrder {
   }
 };
 
-// All rows of the block have been pulled. Called by one thread.
-MEGAMOE_FN bool wait_for_rows(const Context& context, uint32_t block) {
+// What a tile waits for comes in two forms: look_for_... polls once, wait_for_... stays until it is there; false when the
+// launch drains. Both are called by one thread.
+
+template <class LookFor>
+MEGAMOE_FN bool keep_looking(const Context& context, WaitFor wait, LookFor look_for) {
+  perturb(Point::wait);
+  const uint32_t doublings = pause_doublings(context, wait);
+  Patience patience;
+  for (;;) {
+    const Look look = look_for(patience);
+    if (look != Look::not_yet) return look == Look::reached;
+    pause(patience.polls, doublings);
+  }
+}
+
+// All rows of the block have been pulled.
+MEGAMOE_FN Look look_for_rows(const Context& context, uint32_t block, Patience& patience) {
   const uint32_t rows = pool_blocks(context)[block].rows;
   uint32_t* word = context.banked<uint32_t>(context.layout->l1_arrival_count) + block;
-  return wait_until(context, DeviceRef<uint32_t>(*word), [&](uint32_t seen) { return seen >= rows; },
-                    {FaultKind::timeout, WaitFor::rows, context.rank, block, rows, 0, 0})
-      .reached;
+  return look_at(context, DeviceRef<uint32_t>(*word), [&](uint32_t seen) { return seen >= rows; },
+                 {FaultKind::timeout, WaitFor::rows, context.rank, block, rows, 0, 0}, patience);
+}
+MEGAMOE_FN bool wait_for_rows(const Context& context, uint32_t block) {
+  return keep_looking(context, WaitFor::rows,
+                      [&](Patience& patience) { return look_for_rows(context, block, patience); });
 }
 
 MEGAMOE_FN uint64_t* mask_words(const Context& context, uint32_t block) {
@@ -77,16 +95,20 @@ MEGAMOE_FN uint64_t full_mask(const Context& context, uint32_t word) {
   return bits == 64 ? ~0ull : (1ull << bits) - 1;
 }
 
-// All L1 tiles of the block are stored. Called by one thread.
-MEGAMOE_FN bool wait_for_l1_tiles(const Context& context, uint32_t block) {
+// All L1 tiles of the block are stored.
+MEGAMOE_FN Look look_for_l1_tiles(const Context& context, uint32_t block, Patience& patience) {
   for (uint32_t word = 0; word < context.problem->num_mask_words; ++word) {
     const uint64_t full = full_mask(context, word);
-    if (!wait_until(context, DeviceRef<uint64_t>(mask_words(context, block)[word]),
-                    [&](uint64_t seen) { return seen == full; },
-                    {FaultKind::timeout, WaitFor::l1_tiles, context.rank, block, full, 0, 0}))
-      return false;
+    const Look look = look_at(context, DeviceRef<uint64_t>(mask_words(context, block)[word]),
+                              [&](uint64_t seen) { return seen == full; },
+                              {FaultKind::timeout, WaitFor::l1_tiles, context.rank, block, full, 0, 0}, patience);
+    if (look != Look::reached) return look;
   }
-  return true;
+  return Look::reached;
+}
+MEGAMOE_FN bool wait_for_l1_tiles(const Context& context, uint32_t block) {
+  return keep_looking(context, WaitFor::l1_tiles,
+                      [&](Patience& patience) { return look_for_l1_tiles(context, block, patience); });
 }
 
 // An L1 tile is quantised and stored. Called by one thread, after a barrier over the threads that stored.

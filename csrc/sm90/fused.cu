@@ -2,7 +2,7 @@
 // warpgroups; every role takes its work from the counters of the rank that the CTA works for.
 //
 // MEGAMOE_RANKS_HERE: ranks that this grid runs (1 on a real rank). MEGAMOE_SCALE_GROUPS: scale groups of l2_acts in
-// 128 columns, 1 or 2. MEGAMOE_BRING_UP: stages and debug views; without it the stage is always combine.
+// 128 columns, 1 or 2. MEGAMOE_FAST: sums stay in the tensor cores. MEGAMOE_BRING_UP: stages and debug views; without it the stage is always combine.
 #include "roles/reduce.hpp"
 #include "roles/load.hpp"
 #include "roles/math.hpp"
@@ -12,6 +12,7 @@ namespace megamoe::sm90 {
 namespace {
 
 constexpr uint32_t kScaleGroups = MEGAMOE_SCALE_GROUPS;
+constexpr bool kFast = MEGAMOE_FAST;
 constexpr bool kBringUp = MEGAMOE_BRING_UP;
 // Pool blocks whose tiles are claimed together: with few blocks smaller groups, so that L2 tiles fill the last wave of L1.
 constexpr uint32_t kGroupBlocks = 16, kSmallGroupBlocks = 8;
@@ -33,36 +34,56 @@ MEGAMOE_FN TileOrder tile_order(const Context& context, uint32_t num_blocks) {
   return {num_blocks, l1_tiles, l2_tiles, few ? kSmallGroupBlocks : kGroupBlocks, kGroupLag};
 }
 
+// By the math warpgroups.
 template <class T>
 MEGAMOE_FN void copy_together(T& to, const T& from) {
   auto* words = reinterpret_cast<uint64_t*>(&to);
   const auto* source = reinterpret_cast<const uint64_t*>(&from);
-  for (uint32_t i = threadIdx.x; i < sizeof(T) / 8; i += kThreads) words[i] = source[i];
+  for (uint32_t i = threadIdx.x - kFirstMathThread; i < sizeof(T) / 8; i += 128 * kMathWarpgroups) words[i] = source[i];
 }
 
+// By the first thread of a CTA.
+MEGAMOE_FN Entered enter(Context& context, const LaunchArguments& launch) {
+  const Worker worker = this_worker(MEGAMOE_RANKS_HERE);
+  const Entry entry = enter_launch(context, launch_identity(launch));
+  const int64_t tokens = given_tokens(launch);
+  if (entry == Entry::run && worker.index == 0 && tokens != int64_t(context.num_tokens))
+    record_fault(context, {FaultKind::token_count, WaitFor::nothing, context.rank, 0, launch.num_tokens,
+                           uint64_t(tokens), 0});
+  return {context.epoch, entry, aborted(context)};
+}
+
+MEGAMOE_FN void init_barriers(Shared& shared) {
+  for (uint32_t stage = 0; stage < kStages; ++stage) {
+    init_barrier(&shared.full[stage], 2);  // the columns' bytes and the rows'
+    init_barrier(&shared.empty[stage], kMathWarps);
+  }
+  for (uint32_t slot = 0; slot < kTileSlots; ++slot) {
+    init_barrier(&shared.tile_full[slot], 1);
+    init_barrier(&shared.tile_empty[slot], kMathWarps);
+    init_barrier(&shared.rows_ready[slot], 1);
+  }
+  for (uint64_t& stored : shared.stored) init_barrier(&stored, kMathWarps);
+  init_barrier(&shared.claim_next, 1);
+  publish_barrier_init();
+}
+
+// What every role reads of the launch comes into shared memory while the first thread enters.
 MEGAMOE_FN void set_up(const GroupArguments& group, const RankArguments& mine, Shared& shared) {
-  copy_together(shared.problem, group.problem);
-  copy_together(shared.layout, group.layout);
-  copy_together(shared.launch, mine.launch);
   if (threadIdx.x == 0) {
-    for (uint32_t stage = 0; stage < kStages; ++stage) {
-      init_barrier(&shared.full[stage], 2);  // the columns' bytes and the rows'
-      init_barrier(&shared.empty[stage], kMathWarps);
-    }
-    for (uint32_t slot = 0; slot < kTileSlots; ++slot) {
-      init_barrier(&shared.tile_full[slot], 1);
-      init_barrier(&shared.tile_empty[slot], kMathWarps);
-      init_barrier(&shared.rows_ready[slot], 1);
-    }
-    init_barrier(&shared.claim_next, 1);
-    publish_barrier_init();
-    for (uint32_t& halves : shared.stored_halves) halves = 0;
     Context context = make_context(group, mine);
+    if constexpr (!kBringUp) context.stage = Stage::combine;
+    shared.entered = enter(context, mine.launch);
     context.problem = &shared.problem;
     context.layout = &shared.layout;
-    if constexpr (!kBringUp) context.stage = Stage::combine;
     shared.context = context;
     shared.maps = mine.maps;
+  }
+  if (threadIdx.x == kWarpThreads) init_barriers(shared);
+  if (threadIdx.x >= kFirstMathThread) {
+    copy_together(shared.problem, group.problem);
+    copy_together(shared.layout, group.layout);
+    copy_together(shared.launch, mine.launch);
   }
   __syncthreads();
 }
@@ -73,18 +94,6 @@ MEGAMOE_FN Shared& shared_again(Shared& shared) {
   uint32_t address = shared_address(&shared);
   asm volatile("" : "+r"(address));
   return *reinterpret_cast<Shared*>(__cvta_shared_to_generic(address));
-}
-
-// By the first thread of a CTA.
-MEGAMOE_FN Entered enter(const Context& context, const LaunchArguments& launch) {
-  const Worker worker = this_worker(MEGAMOE_RANKS_HERE);
-  Context mine = context;
-  const Entry entry = enter_launch(mine, launch_identity(launch), worker.count);
-  const int64_t tokens = given_tokens(launch);
-  if (entry == Entry::run && worker.index == 0 && tokens != int64_t(context.num_tokens))
-    record_fault(mine, {FaultKind::token_count, WaitFor::nothing, context.rank, 0, launch.num_tokens,
-                        uint64_t(tokens), 0});
-  return {mine.epoch, entry, aborted(mine)};
 }
 
 // Warp 0.
@@ -106,8 +115,8 @@ MEGAMOE_FN void run_schedule(Shared& shared, bool drains) {
 MEGAMOE_FN void run_combine(Shared& shared) {
   const Context& context = shared.context;
   OneWarp alone(threadIdx.x / kWarpThreads, 0, nullptr);
-  combine_tokens(context, alone, combine_parts(context), [&](uint32_t token, uint32_t part) {
-    if (context.stage == Stage::combine) reduce_token(context, shared.launch, token, part);
+  combine_tokens(context, alone, combine_order, [&](uint32_t token, uint32_t part, uint32_t parts) {
+    if (context.stage == Stage::combine) reduce_token(context, shared.launch, token, part, parts);
   });
 }
 
@@ -165,21 +174,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const RankArguments& mine = table.ranks[blockIdx.x % MEGAMOE_RANKS_HERE];
   set_up(group, mine, shared);
   const Context& context = shared.context;
-  if (threadIdx.x == 0) shared.entered = enter(context, shared.launch);
-  __syncthreads();
   const Entered entered = shared.entered;
+  if (threadIdx.x == kFirstMathThread)
+    acknowledge_entry(context, launch_identity(shared.launch), this_worker(MEGAMOE_RANKS_HERE).count);
   if (entered.entry == Entry::refused) {
     if (this_worker(MEGAMOE_RANKS_HERE).index == 0) fill_y(shared);
     return;
   }
-  if (threadIdx.x == 0) shared.context.epoch = entered.epoch;
-  __syncthreads();
   const bool runs = !entered.drains && (!kBringUp || context.stage > Stage::interface);
   // Each warpgroup's way from here to its end is one branch, so that setmaxnreg holds for all of it.
-  if (threadIdx.x >= 128) {
+  if (threadIdx.x >= kFirstMathThread) {
     take_registers<kMathRegisters>();
     if (runs) {
-      MathRole<kScaleGroups, kBringUp>(context, shared).run();
+      MathRole<kScaleGroups, kFast, kBringUp>(context, shared).run();
       if (!aborted(context)) run_combine(shared_again(shared));
     }
     barrier_sync(kCtaBarrier, kThreads);

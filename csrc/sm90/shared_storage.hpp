@@ -14,19 +14,21 @@ constexpr uint32_t kBlockN = 256;
 constexpr uint32_t kBlockK = 128;
 constexpr uint32_t kPieceN = 128;  // columns of one product; two make a tall tile
 constexpr uint32_t kStages = 4;
+constexpr uint32_t kPrefetchStages = 8;  // of 32 KB: 34 MB for 132 CTAs, of an L2 cache of 50
 constexpr uint32_t kTileSlots = 2;
+constexpr uint32_t kUntoldTiles = 4;  // one in each slot, one in its epilogue, one whose results are being told of
 constexpr uint32_t kClaimLead = 8;  // stages before the end of a tile at which the next one is claimed
 
 constexpr uint32_t kMathWarpgroups = 2;
 constexpr uint32_t kMathWarps = 4 * kMathWarpgroups;
 constexpr uint32_t kPullWarps = 2;
-constexpr uint32_t kThreads = 128 * (1 + kMathWarpgroups);
+constexpr uint32_t kFirstMathThread = 128;
+constexpr uint32_t kThreads = kFirstMathThread + 128 * kMathWarpgroups;
 
 // Named barriers; 0 is the whole CTA's.
 constexpr uint32_t kDispatchBarrier = 1;   // the first warpgroup
 constexpr uint32_t kMathBarrier = 2;       // both math warpgroups
-constexpr uint32_t kWarpgroupBarrier = 3;  // and 4: one math warpgroup
-constexpr uint32_t kCtaBarrier = 5;        // every role has ended
+constexpr uint32_t kCtaBarrier = 3;        // every role has ended
 
 using Puller = RowPuller<4, 1792>;  // a row of 7168 bytes in four pieces
 using DispatchTeam = WarpTeam<4, kRoutesPerChunk>;  // the whole first warpgroup, before its warps part
@@ -47,6 +49,12 @@ struct TileSlot {
   float scales[2][kMaxDepth];
 };
 
+// What the schedule role keeps of a tile until its results are stored and it has said so.
+struct UntoldTile {
+  TileWork work;
+  uint32_t block, column, expert, failed;
+};
+
 // Rows of a tile as the epilogue needs them.
 struct RowTargets {
   uint32_t metadata[kBlockM][3];  // source, token, slot
@@ -60,15 +68,17 @@ struct SharedStorage {
   alignas(128) float row_scales[kStages][kScaleGroups][kBlockM];
   Puller::Shared pull[kPullWarps];
   RowTargets targets[kMathWarpgroups];
-  float row_amax[2][kMathWarpgroups][kShortM];
+  float row_amax[kUntoldTiles][kMathWarpgroups][kShortM];  // by the tile's turn: a tile is told of after all have read
   alignas(8) uint64_t full[kStages];
   uint64_t empty[kStages];
   uint64_t tile_full[kTileSlots];
   uint64_t tile_empty[kTileSlots];
   uint64_t rows_ready[kTileSlots];
   uint64_t claim_next;
+  uint64_t stored[kUntoldTiles];  // by the tile's turn: its results are on their way
   TileSlot tiles[kTileSlots];
-  uint32_t stored_halves[4];  // warpgroups that stored their part of a tile, by the tile's turn: one can be two tiles ahead
+  UntoldTile untold[kUntoldTiles];
+  Patience patience;  // of the schedule role with the inputs of the last tile
   typename DispatchTeam::Shared dispatch_team;
   Entered entered;
   TileOrder order;

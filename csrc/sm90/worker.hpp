@@ -53,7 +53,8 @@ template <class Team>
 MEGAMOE_FN Entered enter(const Context& context, const LaunchArguments& launch, uint32_t num_workers, Team& team) {
   return team.once([&] {
     Context mine = context;
-    const Entry entry = enter_launch(mine, launch_identity(launch), num_workers);
+    const Entry entry = enter_launch(mine, launch_identity(launch));
+    acknowledge_entry(mine, launch_identity(launch), num_workers);
     return Entered{mine.epoch, entry, aborted(mine)};
   });
 }

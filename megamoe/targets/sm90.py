@@ -145,7 +145,7 @@ def build(name: str = "protocol_proof", *, options: Sequence[str] = (), compiler
 
 
 def build_fused(
-    ranks_here: int, l2_sf_granularity: int, bring_up: bool, *, compiler: str | None = None
+    ranks_here: int, l2_sf_granularity: int, bring_up: bool, fast: bool, *, compiler: str | None = None
 ) -> CubinArtifact:
     """Compile the fused kernel.
 
@@ -153,11 +153,13 @@ def build_fused(
         ranks_here: ranks that one grid runs.
         l2_sf_granularity: 64 or 128.
         bring_up: with stages and debug views; False is the production kernel.
+        fast: sums stay in the tensor cores (``accumulate="fast"``).
     """
     options = (
         f"-DMEGAMOE_RANKS_HERE={ranks_here}",
         f"-DMEGAMOE_SCALE_GROUPS={SCALE_BLOCK // l2_sf_granularity}",
         f"-DMEGAMOE_BRING_UP={int(bring_up)}",
+        f"-DMEGAMOE_FAST={int(fast)}",
     )
     return build("fused", options=options, compiler=compiler)
 
@@ -181,23 +183,26 @@ class FusedVariant:
     ranks_here: int
     l2_sf_granularity: int
     bring_up: bool
+    fast: bool
 
     def __str__(self) -> str:
         ranks = f"{self.ranks_here} rank{'' if self.ranks_here == 1 else 's'} a grid"
-        return f"{ranks}, granularity {self.l2_sf_granularity}, {'bring-up' if self.bring_up else 'production'}"
+        kind = "bring-up" if self.bring_up else "production"
+        return f"{ranks}, granularity {self.l2_sf_granularity}, {'fast' if self.fast else 'fp32'}, {kind}"
 
     def build(self) -> CubinArtifact:
-        return build_fused(self.ranks_here, self.l2_sf_granularity, self.bring_up)
+        return build_fused(self.ranks_here, self.l2_sf_granularity, self.bring_up, self.fast)
 
 
 def fused_variants() -> tuple[FusedVariant, ...]:
     """Every build that the layers of this target ask for: shapes and tiles change none, ranks that are processes need
     those of one rank a grid, virtual ranks the others."""
     return tuple(
-        FusedVariant(ranks, granularity, bring_up)
+        FusedVariant(ranks, granularity, bring_up, fast)
         for ranks in (1, 2, 4, 8)
         for granularity in L2_SF_GRANULARITY_CHOICES
         for bring_up in (False, True)
+        for fast in (False, True)
     )
 
 
@@ -454,15 +459,15 @@ def rank_table_type(num_ranks: int) -> Any:
 
 @cache
 def _fused_module(
-    device: int, ranks_here: int, l2_sf_granularity: int, bring_up: bool, options: tuple[str, ...]
+    device: int, ranks_here: int, l2_sf_granularity: int, bring_up: bool, fast: bool, options: tuple[str, ...]
 ) -> Module:
     """``options`` are those of ``extra_options``, which ``build`` adds: builds that differ live side by side."""
-    return Module(build_fused(ranks_here, l2_sf_granularity, bring_up), [device])
+    return Module(build_fused(ranks_here, l2_sf_granularity, bring_up, fast), [device])
 
 
-def fused_kernel(device: int, ranks_here: int, l2_sf_granularity: int, bring_up: bool) -> Kernel:
+def fused_kernel(device: int, ranks_here: int, l2_sf_granularity: int, bring_up: bool, fast: bool) -> Kernel:
     """The fused kernel for a GPU, built and loaded at first use."""
-    module = _fused_module(device, ranks_here, l2_sf_granularity, bring_up, extra_options())
+    module = _fused_module(device, ranks_here, l2_sf_granularity, bring_up, fast, extra_options())
     return module.kernels[FUSED_KERNEL][device]
 
 

@@ -260,9 +260,14 @@ class Grid:
         """Load the kernels of the whole grid, and make what must not be made while a graph is captured."""
         sm90.copy_stream(self.device)
         for bring_up in (False, True):
-            sm90.fused_kernel(self.device, len(self.ranks), self.layout.config.l2_sf_granularity, bring_up)
+            self._kernel(len(self.ranks), bring_up)
         for dtype in sm90.FILL_KERNELS:
             sm90.fill_kernel(self.device, dtype)
+
+    def _kernel(self, num_ranks: int, bring_up: bool) -> sm90.Kernel:
+        config = self.layout.config
+        fast = config.accumulate == "fast"
+        return sm90.fused_kernel(self.device, num_ranks, config.l2_sf_granularity, bring_up, fast)
 
     def submit(self, entry: Any, keep_alive: object, stream: int) -> bool:
         """Queue a rank's launch, copying its arguments; the grid starts once every rank of the GPU has one. True: it is
@@ -294,7 +299,7 @@ class Grid:
         for other in others:
             self._order(other, then=stream)
         bring_up = any(launch.entry.launch.stage != 6 or launch.entry.launch.debug for launch in launches)
-        kernel = sm90.fused_kernel(self.device, len(launches), self.layout.config.l2_sf_granularity, bring_up)
+        kernel = self._kernel(len(launches), bring_up)
         table, packed = self._table(len(launches))
         for index, launch in enumerate(launches):
             table[index] = launch.entry

@@ -37,5 +37,6 @@ MEGAMOE_FN float low_bf16(uint32_t pair) { return __uint_as_float(pair << 16); }
 MEGAMOE_FN float high_bf16(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
 
 constexpr uint32_t kBf16NaNPair = 0x7fff7fffu;
+constexpr uint32_t kFp32NaN = 0x7fffffffu;
 
 }  // namespace megamoe::sm90

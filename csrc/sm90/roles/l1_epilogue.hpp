@@ -1,15 +1,9 @@
 // L1 epilogue, one warpgroup: SwiGLU, top-k weight, quantisation of its part of a tile into l2_acts.
 #pragma once
 #include "ptx/convert.hpp"
-#include "roles/products.hpp"
+#include "roles/products_fast.hpp"
 
 namespace megamoe::sm90 {
-
-MEGAMOE_FN float approximate_reciprocal(float value) {
-  float result;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
-  return result;
-}
 
 // exp(-g) = inf makes the sigmoid 0, as it should.
 template <bool kFastMath>
@@ -62,7 +56,6 @@ class ActivationStore {
   MEGAMOE_FN ActivationStore(const Context& context, Shared& shared, const TileResult& tile)
       : context_(context), shared_(shared), tile_(tile), place_(ThreadPlace::here()) {}
 
-  // `turn` alternates from tile to tile.
   MEGAMOE_FN void run(float (&sums)[kPieces * kSumsPerPiece], uint32_t turn) const {
     if (shared_.launch.has_clamp) clamp(sums);
     if (shared_.launch.fast_math) {
@@ -123,7 +116,7 @@ class ActivationStore {
 
   // The two warpgroups hold the two halves of each row's scale group.
   MEGAMOE_FN void exchange_amax(float (&amax)[2], uint32_t turn) const {
-    float(&all)[kMathWarpgroups][kShortM] = shared_.row_amax[turn & 1];
+    float(&all)[kMathWarpgroups][kShortM] = shared_.row_amax[turn % kUntoldTiles];
     const uint32_t row = place_.first_row(kTall);
     if (place_.lane % 4 == 0) {
       all[place_.warpgroup][row] = amax[0];

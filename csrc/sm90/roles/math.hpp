@@ -1,4 +1,4 @@
-// What a math warpgroup does with the tiles that the load role hands on: products, epilogue, and the word that says so.
+// What a math warpgroup does with the tiles that the schedule role hands on: products and epilogue.
 #pragma once
 #include "roles/l2_epilogue.hpp"
 #include "tiles.hpp"
@@ -43,7 +43,7 @@ MEGAMOE_FN void store_accum_debug(const Context& context, const LaunchArguments&
   }
 }
 
-template <uint32_t kScaleGroups, bool kBringUp>
+template <uint32_t kScaleGroups, bool kFast, bool kBringUp>
 class MathRole {
  public:
   using Shared = SharedStorage<kScaleGroups>;
@@ -69,32 +69,38 @@ class MathRole {
     return slot.work == TileWork::l1 ? run_l1<kPieces>(slot) : run_l2<kPieces>(slot);
   }
 
+  template <TileWork kWork, uint32_t kPieces, uint32_t kGroups>
+  MEGAMOE_FN void multiply(const TileSlot& slot, float (&sums)[kPieces * kSumsPerPiece]) {
+    const auto fetch = [&] { fetch_row_targets(context_, shared_, slot, kPieces == 2); };
+    if constexpr (kFast) {
+      multiply_tile_fast<kWork, kPieces, kGroups>(shared_, stage_, slot, fetch, sums);
+    } else {
+      multiply_tile<kWork, kPieces, kGroups>(shared_, stage_, slot, fetch, sums);
+    }
+  }
+
   template <uint32_t kPieces>
   MEGAMOE_FN uint32_t run_l1(const TileSlot& slot) {
     float sums[kPieces * kSumsPerPiece];
-    multiply_tile<TileWork::l1, kPieces, 1>(
-        shared_, stage_, slot, [&] { fetch_row_targets(context_, shared_, slot, kPieces == 2); }, sums);
+    multiply<TileWork::l1, kPieces, 1>(slot, sums);
     const TileResult tile = take_slot(slot);
-    if (tile.failed) return tile.turn;
+    if (tile.failed) return end_tile(tile);
     if constexpr (kBringUp) {
       if (shared_.launch.debug) store_accum_debug<kPieces>(context_, shared_.launch, tile, sums);
-      if (context_.stage < Stage::l1_epilogue) return tile.turn;
+      if (context_.stage < Stage::l1_epilogue) return end_tile(tile);
     }
     ActivationStore<kPieces, Shared>(context_, shared_, tile).run(sums, tile.turn);
-    finish_tile(tile, [&] { mark_l1_tile(context_, tile.block, tile.column); });
-    return tile.turn;
+    return end_tile(tile);
   }
 
   template <uint32_t kPieces>
   MEGAMOE_FN uint32_t run_l2(const TileSlot& slot) {
     float sums[kPieces * kSumsPerPiece];
-    multiply_tile<TileWork::l2, kPieces, kScaleGroups>(
-        shared_, stage_, slot, [&] { fetch_row_targets(context_, shared_, slot, kPieces == 2); }, sums);
+    multiply<TileWork::l2, kPieces, kScaleGroups>(slot, sums);
     const TileResult tile = take_slot(slot);
-    if (tile.failed) return tile.turn;
+    if (tile.failed) return end_tile(tile);
     scatter_results<kPieces>(context_, shared_, tile, sums);
-    finish_tile(tile, [&] { advance_expert(context_, tile.expert, 1); });
-    return tile.turn;
+    return end_tile(tile);
   }
 
   // Done with the slot: what it said, in the end also whether the rows ever came. Waits for the row targets as well.
@@ -107,14 +113,11 @@ class MathRole {
     return tile;
   }
 
-  // Both warpgroups have stored when the second one comes here; its first thread says so for the tile.
-  template <class Say>
-  MEGAMOE_FN void finish_tile(const TileResult& tile, Say say) {
-    const ThreadPlace place = ThreadPlace::here();
-    barrier_sync(kWarpgroupBarrier + place.warpgroup, 128);
-    if (place.warp != 0 || place.lane != 0) return;
-    cuda::atomic_ref<uint32_t, cuda::thread_scope_block> halves(shared_.stored_halves[tile.turn % 4]);
-    if (halves.fetch_add(1, acquire_release) % kMathWarpgroups == kMathWarpgroups - 1) say();
+  // The schedule role tells of a tile when every warp has stored its part, or has none.
+  MEGAMOE_FN uint32_t end_tile(const TileResult& tile) {
+    __syncwarp();
+    if (ThreadPlace::here().lane == 0) arrive(&shared_.stored[tile.turn % kUntoldTiles]);
+    return tile.turn;
   }
 
   const Context& context_;

@@ -16,33 +16,37 @@ constexpr uint32_t kReduceColumns = 4;  // of a lane
 constexpr uint32_t kReduceStep = kWarpThreads * kReduceColumns;
 constexpr uint32_t kManyTokens = 1024;
 
-// Claims a token is cut into: with few tokens one warp a token would be the tail of the launch.
-MEGAMOE_FN uint32_t combine_parts(const Context& context) {
-  if (context.stage != Stage::combine || context.num_tokens >= kManyTokens) return 1;
-  return ceil_div(context.problem->hidden, 8 * kReduceStep);
+constexpr uint32_t kManyParts = 2048;  // more than there are warps
+
+// With few tokens one warp a token would be the tail of the launch.
+MEGAMOE_FN CombineOrder combine_order(const Context& context) {
+  if (context.num_tokens >= kManyTokens) return order_by_expert(context);
+  const uint32_t steps = ceil_div(context.problem->hidden, kReduceStep);
+  const bool whole = context.stage != Stage::combine || context.num_tokens == 0;
+  return {whole ? 1 : smaller(steps, ceil_div(kManyParts, context.num_tokens)), 1};
 }
 
 // y of the columns of one part of a token.
 MEGAMOE_FN void reduce_token(const Context& context, const LaunchArguments& launch, uint32_t token,
-                             uint32_t part) {
+                             uint32_t part, uint32_t parts) {
   const Problem& problem = *context.problem;
   const Region& region = context.layout->combine;
   const uint32_t lane = threadIdx.x % kWarpThreads;
-  const uint32_t width = ceil_div(problem.hidden, combine_parts(context) * kReduceStep) * kReduceStep;
+  const uint32_t width = ceil_div(problem.hidden, parts * kReduceStep) * kReduceStep;
   const uint32_t first = part * width, last = smaller(first + width, problem.hidden);
   uint16_t* y = reinterpret_cast<uint16_t*>(launch.y) + uint64_t(token) * problem.hidden;
   const int64_t id = lane < problem.num_topk
                          ? context.own<int64_t>(context.layout->topk_idx)[uint64_t(token) * problem.num_topk + lane]
                          : -1;
-  if (__any_sync(kFullWarp, id >= int64_t(problem.num_experts))) {
-    if (first < last) fill_nan(y + first, last - first, lane, kWarpThreads);
-    return;
-  }
-  const uint32_t slots = __ballot_sync(kFullWarp, id >= 0);
+  const bool impossible = __any_sync(kFullWarp, id >= int64_t(problem.num_experts));  // such a token is NaN
+  const float start = impossible ? __uint_as_float(kFp32NaN) : 0.0f;
+  const uint32_t slots = __ballot_sync(kFullWarp, id >= 0 && !impossible);
   const uint16_t* partials = context.own<uint16_t>(region) + token * region.stride[1];
   constexpr uint32_t kAtOnce = 8;  // slots whose loads are in flight together
   for (uint32_t column = first + lane * kReduceColumns; column < last; column += kReduceStep) {
-    float sum[kReduceColumns] = {};
+    float sum[kReduceColumns];
+#pragma unroll
+    for (float& column_sum : sum) column_sum = start;
     for (uint32_t left = slots; left != 0;) {
       uint2 words[kAtOnce];
       const uint32_t taken = left;
@@ -57,10 +61,12 @@ MEGAMOE_FN void reduce_token(const Context& context, const LaunchArguments& laun
 #pragma unroll
       for (uint32_t i = 0; i < kAtOnce; ++i) {
         if (i >= count) break;
-        sum[0] += low_bf16(words[i].x);
-        sum[1] += high_bf16(words[i].x);
-        sum[2] += low_bf16(words[i].y);
-        sum[3] += high_bf16(words[i].y);
+        const uint32_t pairs[] = {words[i].x, words[i].y};
+#pragma unroll
+        for (uint32_t pair = 0; pair < kReduceColumns / 2; ++pair) {
+          sum[2 * pair] += low_bf16(pairs[pair]);
+          sum[2 * pair + 1] += high_bf16(pairs[pair]);
+        }
       }
     }
     *reinterpret_cast<uint2*>(y + column) = make_uint2(to_bf16x2(sum[0], sum[1]), to_bf16x2(sum[2], sum[3]));

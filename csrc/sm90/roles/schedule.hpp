@@ -1,5 +1,6 @@
-// Schedule role, one warp: claims tiles in their static order, fetches what is known of them, and waits for their rows, so
-// that the load role never waits for more than one word.
+// Schedule role, one warp: claims tiles in their static order, fetches what is known of them, waits for their rows, and tells
+// the others on this rank of results once they are stored. The load role never waits for more than one word, and the math
+// role for no store: a release takes a microsecond, in which its warps would multiply nothing.
 #pragma once
 #include "shared_storage.hpp"
 #include "tiles.hpp"
@@ -14,31 +15,65 @@ class Scheduler {
   MEGAMOE_FN Scheduler(Shared& shared, WarpTeam<1>& warp) : shared_(shared), warp_(warp) {}
 
   MEGAMOE_FN void run(const Context& context, const TileOrder& order) {
-    for (RingPosition<kTileSlots> next;; next.advance()) {
+    for (;; next_.advance()) {
+      const uint32_t index = warp_.once([&] { return claim_next(context); });
+      if (index >= order.count()) break;
+      push(context, order.at(index));
+    }
+    warp_.once([&] { return stop(context); });
+  }
+
+ private:
+  static constexpr uint32_t kNoIndex = ~0u;
+  static constexpr uint32_t kIdle_ns = 40;
+
+  // By the first lane: looks after the tiles under way until the next one may be pushed. kNoIndex when the launch drains.
+  MEGAMOE_FN uint32_t claim_next(const Context& context) {
+    uint32_t index = 0;
+    bool claimed = false;
+    for (;;) {
+      tell(context);
+      if (waits_) wait_for_inputs(context);
       // The load role is about to end its tile, or this is the first.
-      if (next.turn > 0) wait_barrier(&shared_.claim_next, (next.turn - 1) & 1);
-      const uint32_t index = warp_.once([&] { return aborted(context) ? ~0u : take(context, Claim::tile); });
-      wait_barrier(&shared_.tile_empty[next.slot()], next.parity() ^ 1);
-      if (index >= order.count()) return stop(next);
-      push(context, order.at(index), next);
-      if (!warp_.once([&] { return wait_for_inputs(context, next); })) {
-        next.advance();
-        wait_barrier(&shared_.tile_empty[next.slot()], next.parity() ^ 1);
-        return stop(next);
+      if (!claimed && (next_.turn == 0 || test_barrier(&shared_.claim_next, (next_.turn - 1) & 1))) {
+        index = aborted(context) ? kNoIndex : take(context, Claim::tile);
+        claimed = true;
+      }
+      if (claimed && next_.turn - told_ < kUntoldTiles &&
+          test_barrier(&shared_.tile_empty[next_.slot()], next_.parity() ^ 1))
+        return index;
+      __nanosleep(kIdle_ns);
+    }
+  }
+
+  // By the first lane.
+  MEGAMOE_FN bool stop(const Context& context) {
+    shared_.tiles[next_.slot()].work = TileWork::stop;
+    arrive(&shared_.tile_full[next_.slot()]);
+    while (told_ != next_.turn) {
+      tell(context);
+      __nanosleep(kIdle_ns);
+    }
+    return true;
+  }
+
+  // By the first lane: says of every tile that is stored that it is. Tiles are stored in the order of their turns.
+  MEGAMOE_FN void tell(const Context& context) {
+    while (told_ != next_.turn && test_barrier(&shared_.stored[told_ % kUntoldTiles], told_ / kUntoldTiles & 1)) {
+      const UntoldTile& tile = shared_.untold[told_ % kUntoldTiles];
+      ++told_;
+      if (tile.failed) continue;
+      if (tile.work == TileWork::l2) {
+        advance_expert(context, tile.expert, 1);
+      } else if (context.stage >= Stage::l1_epilogue) {
+        mark_l1_tile(context, tile.block, tile.column);
       }
     }
   }
 
- private:
-  MEGAMOE_FN void stop(const RingPosition<kTileSlots>& position) {
-    if (warp_.rank() != 0) return;
-    shared_.tiles[position.slot()].work = TileWork::stop;
-    arrive(&shared_.tile_full[position.slot()]);
-  }
-
   // Tell the others what comes, with the weight scales, which every thread of the math role needs for every stage.
-  MEGAMOE_FN void push(const Context& context, const Tile& tile, const RingPosition<kTileSlots>& position) {
-    TileSlot& slot = shared_.tiles[position.slot()];
+  MEGAMOE_FN void push(const Context& context, const Tile& tile) {
+    TileSlot& slot = shared_.tiles[next_.slot()];
     const Problem& problem = shared_.problem;
     const PoolBlock block = pool_blocks(context)[tile.block];
     const bool l1 = tile.kind == TileKind::l1;
@@ -55,7 +90,8 @@ class Scheduler {
       slot.depth = depth;
       slot.pieces = pieces;
       slot.failed = 0;
-      slot.turn = position.turn;
+      slot.turn = next_.turn;
+      shared_.untold[next_.turn % kUntoldTiles] = {slot.work, tile.block, tile.column, block.expert, 0};
     }
     const float* first = reinterpret_cast<const float*>(l1 ? shared_.launch.l1_sf : shared_.launch.l2_sf) +
                          (uint64_t(block.expert) * scale_rows + scale_row) * depth;
@@ -66,21 +102,29 @@ class Scheduler {
       slot.scales[1][k] = __ldg(second + k);
     }
     __syncwarp();
-    if (warp_.rank() == 0) arrive(&shared_.tile_full[position.slot()]);
+    if (warp_.rank() == 0) arrive(&shared_.tile_full[next_.slot()]);
+    waits_ = true;
+    shared_.patience = {};
   }
 
-  // False when the launch drains; the others have then been told not to load rows and not to store.
-  MEGAMOE_FN bool wait_for_inputs(const Context& context, const RingPosition<kTileSlots>& position) {
-    TileSlot& slot = shared_.tiles[position.slot()];
-    const bool ready =
-        slot.work == TileWork::l1 ? wait_for_rows(context, slot.block) : wait_for_l1_tiles(context, slot.block);
-    if (!ready) slot.failed = 1;
-    arrive(&shared_.rows_ready[position.slot()]);
-    return ready;
+  // By the first lane: looks for the rows of the tile pushed last. When the launch drains, the others are told not to load
+  // rows and not to store.
+  MEGAMOE_FN void wait_for_inputs(const Context& context) {
+    const uint32_t turn = next_.turn - 1;
+    TileSlot& slot = shared_.tiles[turn % kTileSlots];
+    const Look look = slot.work == TileWork::l1 ? look_for_rows(context, slot.block, shared_.patience)
+                                                : look_for_l1_tiles(context, slot.block, shared_.patience);
+    if (look == Look::not_yet) return;
+    if (look == Look::drains) slot.failed = shared_.untold[turn % kUntoldTiles].failed = 1;
+    arrive(&shared_.rows_ready[turn % kTileSlots]);
+    waits_ = false;
   }
 
   Shared& shared_;
   WarpTeam<1>& warp_;
+  RingPosition<kTileSlots> next_;  // the tile to push
+  uint32_t told_ = 0;              // turn of the tile to tell of
+  bool waits_ = false;             // for the inputs of the tile before next_
 };
 
 }  // namespace megamoe::sm90

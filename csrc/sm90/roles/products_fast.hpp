@@ -1,0 +1,95 @@
+// accumulate="fast": the sums of a tile stay in the tensor cores over all of K. Before each scale group they are multiplied
+// into the unit of its scales, so that the products can be added as they are. Cheaper than promotion (one wide product that
+// reads its rows once) and less exact: the tensor core adds with few bits below the largest term.
+#pragma once
+#include "roles/products.hpp"
+
+namespace megamoe::sm90 {
+
+MEGAMOE_FN float approximate_reciprocal(float value) {
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
+  return result;
+}
+
+// The unit in which sums are kept: the scale of the last group. A scale of next to nothing would blow the sums up beyond fp32
+// when they are taken into its unit; a unit is therefore not smaller than 2^-60 of the largest before it, whose products such
+// a group does not show beside. NaN and inf go through.
+struct SumUnit {
+  float unit, floor;
+
+  MEGAMOE_FN static SumUnit none() { return {0.0f, 1e-30f}; }
+  // Takes the scale of the next group and returns what to multiply the sums with.
+  MEGAMOE_FN float change_to(float scale) {
+    const float size = fabsf(scale);
+    const float next = size < floor ? floor : scale;
+    floor = fmaxf(floor, size * 0x1p-60f);
+    const float factor = __fmul_rn(unit, approximate_reciprocal(next));
+    unit = next;
+    return factor;
+  }
+};
+
+// Which of the scales belongs to sums[i].
+template <TileWork kWork, uint32_t kKinds>
+MEGAMOE_FN constexpr uint32_t kind_of(uint32_t i) {
+  return kKinds == 1 ? 0 : kWork == TileWork::l1 ? i / 4 % 2 : i / kSumsPerPiece;
+}
+
+// Like multiply_tile(), which see.
+template <TileWork kWork, uint32_t kPieces, uint32_t kGroups, class Shared, class OnFirstStage>
+MEGAMOE_FN void multiply_tile_fast(Shared& shared, RingPosition<kStages>& stage, const TileSlot& tile,
+                                   OnFirstStage on_first_stage, float (&sums)[kPieces * kSumsPerPiece]) {
+  constexpr bool tall = kPieces == 2;
+  constexpr uint32_t steps = kStepsPerStage / kGroups;
+  // Columns come with two scales: gate and up in turn, or the two pieces of a tall L2 tile.
+  constexpr uint32_t kinds = kWork == TileWork::l1 || tall ? 2 : 1;
+  const ThreadPlace place = ThreadPlace::here();
+  const uint32_t first_row = place.first_row(tall);
+  const uint32_t first_piece = tall ? 0 : place.warpgroup;
+  const bool idle = kWork == TileWork::l2 && first_piece >= tile.pieces;
+  SumUnit units[2][kinds];
+#pragma unroll
+  for (uint32_t i = 0; i < 2 * kinds; ++i) units[i / kinds][i % kinds] = SumUnit::none();
+#pragma unroll
+  for (float& sum : sums) sum = 0.0f;
+  for (uint32_t k = 0; k < tile.depth; ++k) {
+    const uint32_t slot = stage.slot();
+    wait_barrier(&shared.full[slot], stage.parity());
+    if (k == 0) on_first_stage();
+    const uint32_t rows = shared_address(shared.rows[slot]) + (tall ? place.warpgroup * kShortM * kBlockK : 0);
+    const uint32_t columns = shared_address(shared.columns[slot]) + first_piece * kPieceN * kBlockK;
+#pragma unroll
+    for (uint32_t group = 0; group < kGroups; ++group) {
+      if (idle) break;
+      const float* row_scales = &shared.row_scales[slot][group][first_row];
+      float factor[2][kinds];
+#pragma unroll
+      for (uint32_t kind = 0; kind < kinds; ++kind) {
+        const float column_scale = tile.scales[kWork == TileWork::l1 || tall ? kind : first_piece][k];
+#pragma unroll
+        for (uint32_t r = 0; r < 2; ++r)
+          factor[r][kind] = units[r][kind].change_to(__fmul_rn(row_scales[8 * r], column_scale));
+      }
+#pragma unroll
+      for (uint32_t i = 0; i < kPieces * kSumsPerPiece; ++i)
+        sums[i] = __fmul_rn(sums[i], factor[i / 2 % 2][kind_of<kWork, kinds>(i)]);
+      wgmma_fence();
+#pragma unroll
+      for (uint32_t step = 0; step < steps; ++step) {
+        const uint32_t depth = (group * steps + step) * kProductDepth;
+        WgmmaShared<kPieces * kPieceN>::run(sums, matrix_descriptor(rows + depth), matrix_descriptor(columns + depth));
+      }
+      wgmma_commit();
+      wgmma_wait();
+    }
+    __syncwarp();
+    if (place.lane == 0) arrive(&shared.empty[slot]);
+    stage.advance();
+  }
+#pragma unroll
+  for (uint32_t i = 0; i < kPieces * kSumsPerPiece; ++i)
+    sums[i] = __fmul_rn(sums[i], units[i / 2 % 2][kind_of<kWork, kinds>(i)].unit);
+}
+
+}  // namespace megamoe::sm90
