@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from megamoe.cli.doctor import doctor
 from megamoe.cli.layout import layout
 from megamoe.cli.run import run
 
@@ -17,6 +18,7 @@ app = typer.Typer(
 )
 app.command()(run)
 app.command()(layout)
+app.command()(doctor)
 
 
 def main() -> None:
