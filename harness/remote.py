@@ -32,7 +32,7 @@ ORIGIN_FILE = "from_node.json"
 NO_FOLDER_CODE = 97
 MIN_FREE_BYTES = 1 << 20
 SENT_MODULES = ("processes", "manifest", "remote_agent")  # each may import those before it
-NEEDED_MODULES = ("torch", "numpy", "yaml", "rich", "typer", "psutil")
+NEEDED_MODULES = ("torch", "numpy", "yaml", "rich", "typer", "psutil", "jinja2")
 
 # Parses on any Python, since it is what tells that the node's is too old.
 _BOOTSTRAP = """

@@ -178,6 +178,11 @@ def build_line(build: BuildResult) -> dict[str, Any]:
     return {"kind": "build", **dict(_plain(build))}
 
 
+def flight_line(kind: str, flight: Any) -> dict[str, Any]:
+    """``pre_flight`` or ``post_flight`` (harness/flight.py), which stand in run.json too."""
+    return {"kind": kind, **dict(_plain(flight))}
+
+
 def append_line(folder: Path, line: Mapping[str, Any]) -> None:
     """Add one line to results.jsonl, in one write, so that a killed run leaves whole lines."""
     with (folder / RESULTS_FILE).open("a") as file:

@@ -29,6 +29,7 @@ from harness.results import (
     build_line,
     command_to_repeat,
     exit_code,
+    flight_line,
     log_tails,
     step_line,
     write_junit,
@@ -259,7 +260,8 @@ def run(request: Request, places: Places, display: Display, *, build_seconds: fl
         "steps": [step.name for step in plan.steps],
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
-    before = pre_flight(folder)
+    before, baseline = pre_flight(folder, planned.machine, with_gpus=plan.target == "sm90")
+    append_line(folder, flight_line("pre_flight", before))
     for warning in before.warnings:
         display.say(f"pre-flight: {warning}")
     write_run_file(folder, {**facts, "pre_flight": before})
@@ -272,7 +274,10 @@ def run(request: Request, places: Places, display: Display, *, build_seconds: fl
             this_run.run_step(step, specs)
     finally:
         display.end()
-    after = post_flight()
+    after = post_flight(folder, baseline)
+    append_line(folder, flight_line("post_flight", after))
+    for note in after.notes:
+        display.say(f"post-flight: {note}")
     code = exit_code(this_run.results, this_run.builds, after.leftovers)
     if stop.reason is not None:
         display.say(f"{STOPPED} ({stop.reason})")

@@ -57,7 +57,7 @@ def test_all_pass(project: Project) -> None:
     assert by_group["process"]["peak_pss_bytes"] > 50 * 2**20  # torchrun itself has torch loaded
     facts = json.loads((call.run_folder / "run.json").read_text())
     assert facts["exit_code"] == 0
-    assert facts["post_flight"] == {"leftovers": []}
+    assert facts["post_flight"]["leftovers"] == []
     cases = ElementTree.parse(call.run_folder / "junit.xml").getroot().findall(".//testcase")
     assert [case.get("name") for case in cases] == [
         "phase1-host-1-single",
