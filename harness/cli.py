@@ -14,6 +14,7 @@ from rich.console import Console
 
 from harness import runner
 from harness.build_target import has_target
+from harness.devlog import check_draft, held_figures, write_entry
 from harness.display import make_display, plan_table, printable
 from harness.earlier import find_run, read_run
 from harness.fetch import fetch as fetch_run
@@ -255,6 +256,31 @@ def report(run: RunArgument = None, runs_dir: RunsDirOption = Path("runs")) -> N
     except BadRequest as error:
         raise _fail(error) from error
     typer.echo(f"report: {path}")
+
+
+@app.command()
+def devlog(
+    run: RunArgument = None,
+    check: Annotated[
+        Path | None, typer.Option("--check", help="mark the figures of this draft that no result holds; 1 if any")
+    ] = None,
+    runs_dir: RunsDirOption = Path("runs"),
+) -> None:
+    """Print an entry for DEVLOG.md from a run and git, with blanks as <...>; or check the figures of a draft against
+    that run, or against whatever lies in --runs-dir when none is named."""
+    try:
+        if check is None:
+            typer.echo(write_entry(read_run(_run_folder(run, runs_dir)), Path.cwd()), nl=False)
+            return
+        draft = check.read_text()
+        folders = [_run_folder(run, runs_dir)] if run is not None else sorted(runs_dir.glob("*/"))
+        marked, unheld = check_draft(draft, held_figures(folders))
+    except (BadRequest, OSError) as error:
+        raise _fail(error) from error
+    typer.echo(marked, nl=False)
+    for found in unheld:
+        typer.echo(f"{check}:{found.line}: no result holds {found.figure}: {found.text}", err=True)
+    raise typer.Exit(1 if unheld else 0)
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from harness.pictures import legend_picture, map_picture
 from harness.results import FAILING, RESULTS_FILE, STATUSES, log_tails
 
 REPORT_FILE = "report.html"
-_TEMPLATES = Path(__file__).resolve().parent / "templates"
+TEMPLATES = Path(__file__).resolve().parent / "templates"
 _LONG_LOG = (400, 1 << 16)
 _SHORT_LOG = (30, 1 << 13)
 """Lines and bytes of each log's end: of a step that failed, and of any other."""
@@ -83,7 +83,7 @@ class PhaseBlock:
     views: tuple[ViewRow, ...]
 
 
-def _number(value: object) -> float:
+def number_of(value: object) -> float:
     """Of results.jsonl, where nan and inf are text."""
     try:
         return float(value)  # type: ignore[arg-type]
@@ -92,7 +92,7 @@ def _number(value: object) -> float:
 
 
 def _short(value: object) -> str:
-    return f"{_number(value):.3g}"
+    return f"{number_of(value):.3g}"
 
 
 def _times(value: float) -> str:
@@ -100,7 +100,7 @@ def _times(value: float) -> str:
 
 
 def _column_words(line: Mapping[str, Any]) -> str:
-    ranks = int(_number(line.get("ranks")))
+    ranks = int(number_of(line.get("ranks")))
     group = "" if line.get("group") == "single" else f" {line.get('group')}"
     return f"{line.get('target')}, {ranks} rank{'s' * (ranks != 1)}{group}"
 
@@ -108,9 +108,9 @@ def _column_words(line: Mapping[str, Any]) -> str:
 def _error_words(total: Mapping[str, Any]) -> str:
     """The largest error, with the bound where the map's comparison has it."""
     found = total.get("map")
-    if not _number(total.get("max_error")):
+    if not number_of(total.get("max_error")):
         return "0" if total.get("wrong") == 0 else _short(total.get("max_error"))
-    bound = _number(found.get("bound")) if found else 0.0
+    bound = number_of(found.get("bound")) if found else 0.0
     return _short(total.get("max_error")) + (f" (bound {bound:.3g})" if bound else "")
 
 
@@ -124,7 +124,7 @@ def _error_map(found: Mapping[str, Any] | None) -> ErrorMap | None:
     about = f"case {found.get('case')}, rank {found.get('rank')}, against {found.get('against')}; {size}; {measure}"
     worst = []
     for item in found["worst"]:
-        error = "" if unit == "differ" else f", {_times(_number(item.get('error')))} the bound"
+        error = "" if unit == "differ" else f", {_times(number_of(item.get('error')))} the bound"
         worst.append(f"{item['where']}: got {item.get('got')}, expected {item.get('expected')}{error}")
     scale = max(1, _PICTURE_EDGE // max(width, height))
     return ErrorMap(
@@ -140,8 +140,8 @@ def _view_rows(line: Mapping[str, Any]) -> tuple[ViewRow, ...]:
     return tuple(
         ViewRow(
             name=str(name),
-            compared=int(_number(total.get("compared"))),
-            wrong=int(_number(total.get("wrong"))),
+            compared=int(number_of(total.get("compared"))),
+            wrong=int(number_of(total.get("wrong"))),
             error=_error_words(total),
             step=step_name(line),
             map=_error_map(total.get("map")),
@@ -153,9 +153,9 @@ def _view_rows(line: Mapping[str, Any]) -> tuple[ViewRow, ...]:
 def _badness(line: Mapping[str, Any], view: str) -> tuple[bool, float]:
     total = line["views"][view]
     found = total.get("map") or {}
-    bound = _number(found.get("bound"))
-    error = _number(found.get("max_error", total.get("max_error")))
-    return int(_number(total.get("wrong"))) > 0, error / bound if bound else error
+    bound = number_of(found.get("bound"))
+    error = number_of(found.get("max_error", total.get("max_error")))
+    return int(number_of(total.get("wrong"))) > 0, error / bound if bound else error
 
 
 def _phase_views(lines: Sequence[Mapping[str, Any]]) -> tuple[ViewRow, ...]:
@@ -167,8 +167,8 @@ def _phase_views(lines: Sequence[Mapping[str, Any]]) -> tuple[ViewRow, ...]:
         worst = max(having, key=lambda line: _badness(line, name))
         (shown,) = [row for row in _view_rows(worst) if row.name == name]
         totals = [line["views"][name] for line in having]
-        compared = sum(int(_number(total.get("compared"))) for total in totals)
-        wrong = sum(int(_number(total.get("wrong"))) for total in totals)
+        compared = sum(int(number_of(total.get("compared"))) for total in totals)
+        wrong = sum(int(number_of(total.get("wrong"))) for total in totals)
         rows.append(ViewRow(name, compared, wrong, shown.error, shown.step, shown.map))
     return tuple(rows)
 
@@ -204,16 +204,16 @@ def _step_block(run_folder: Path, line: Mapping[str, Any]) -> StepBlock:
     kept = line.get("kept_from")
     return StepBlock(
         name=step_name(line),
-        phase=int(_number(line.get("phase"))),
+        phase=int(number_of(line.get("phase"))),
         title=f"phase {line.get('phase')} {line.get('name')}, {_column_words(line)}"
         + " (gate)" * bool(line.get("is_gate")),
         column=_column_words(line),
         status=status,
         css="kept" if kept else status.replace(" ", "-") if status in STATUSES else "failed",
         note=f"kept from run {kept}" if kept else "gate" if line.get("is_gate") else "",
-        seconds=_number(line.get("seconds")),
-        limit_s=_number(line.get("limit_s")),
-        peak_mib=round(_number(line.get("peak_pss_bytes")) / 2**20),
+        seconds=number_of(line.get("seconds")),
+        limit_s=number_of(line.get("limit_s")),
+        peak_mib=round(number_of(line.get("peak_pss_bytes")) / 2**20),
         reasons=tuple(printable(str(reason)) for reason in line.get("reasons") or ()),
         facts=_step_facts(line),
         views=_view_rows(line),
@@ -239,8 +239,8 @@ def phase_words(lines: Sequence[Mapping[str, Any]]) -> str:
         f"{lines[0].get('phase')} {lines[0].get('name')}",
         [str(line.get("status")) for line in lines],
         num_kept=sum(bool(line.get("kept_from")) for line in lines),
-        seconds=sum(_number(line.get("seconds")) for line in lines),
-        peak_bytes=int(max(_number(line.get("peak_pss_bytes")) for line in lines)),
+        seconds=sum(number_of(line.get("seconds")) for line in lines),
+        peak_bytes=int(max(number_of(line.get("peak_pss_bytes")) for line in lines)),
     )
 
 
@@ -273,7 +273,7 @@ def _run_facts(run: EarlierRun) -> list[tuple[str, str]]:
     gpus = [
         f"{gpu.get('name')} ({'.'.join(map(str, gpu.get('capability') or ()))})" for gpu in machine.get("gpus") or ()
     ]
-    memory = f"{_number(machine.get('memory_bytes')) / 2**30:.0f} GiB"
+    memory = f"{number_of(machine.get('memory_bytes')) / 2**30:.0f} GiB"
     packages = (facts.get("toolchain") or {}).get("packages") or {}
     first_lines = {
         name: str((facts.get("toolchain") or {}).get(name) or "").strip() for name in ("c++", "nvcc", "driver")
@@ -305,7 +305,7 @@ def _notes(run: EarlierRun) -> list[str]:
 def render(run: EarlierRun) -> str:
     """The page. Whatever comes from files is escaped; the page loads nothing."""
     environment = Environment(
-        loader=FileSystemLoader(_TEMPLATES),
+        loader=FileSystemLoader(TEMPLATES),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
