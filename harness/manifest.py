@@ -21,7 +21,7 @@ def fingerprint(path: Path) -> str:
     Raises OSError when it cannot be read; FileNotFoundError for what is neither a file nor a link.
     """
     if path.is_symlink():
-        return "link " + hashlib.sha256(os.readlink(path).encode()).hexdigest()
+        return "link " + hashlib.sha256(os.fsencode(os.readlink(path))).hexdigest()
     if not path.is_file():
         raise FileNotFoundError(f"{path}: not a regular file")
     kind = "exec" if path.stat().st_mode & 0o100 else "file"

@@ -22,6 +22,7 @@ _SSH_OPTIONS = (
     "ServerAliveCountMax=3",
     f"ConnectTimeout={CONNECT_SECONDS}",
     "RequestTTY=no",
+    "ControlMaster=no",  # a connection that exists may be used, but none is left behind that holds our pipes open
     "ForwardX11=no",
 )
 

@@ -338,10 +338,13 @@ def _finish(node: Node, end: Mapping[str, Any], follower: Follower, say: Callabl
     for text in end["left_by_harness"]:
         say(f"{node.words}: ended after the harness: {text}")
     code = int(end["exit_code"])
-    if code in (0, 1, 2, 3) and not (code == 1 and end["free_bytes"] < MIN_FREE_BYTES):
+    is_full = end["free_bytes"] < MIN_FREE_BYTES or "No space left" in end["trouble"]
+    if code in (0, 2, 3) or (code == 1 and not is_full and not end["trouble"]):
         return code
-    if end["free_bytes"] < MIN_FREE_BYTES:
+    if is_full:
         say(f"{node.words}: no space left for {node.folder}: make room there, or name a folder on another disk")
+    elif end["trouble"]:
+        say(f"{node.words}: the run's log or state could not be kept ({end['trouble']}); look at the disk there")
     else:
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
         say(f"{node.words}: the harness there {how}; its last line: {follower.last_line or 'none'}")
@@ -351,8 +354,8 @@ def _finish(node: Node, end: Mapping[str, Any], follower: Follower, say: Callabl
 def run_on_node(node: Node, arguments: Sequence[str], root: Path, runs_folder: Path, say: Callable[[str], None]) -> int:
     """``python -m harness run`` with ``arguments`` on the node, on a copy of the checkout ``root``.
 
-    Returns the exit code of that call, 1 when the line broke or the run was stopped. Results come to
-    ``runs_folder``/<time of the node>. Raises NodeError when nothing was run.
+    Returns the exit code of that call; 1 when the line broke, or something went wrong after the run had begun. Results
+    come to ``runs_folder``/<time of the node>. Raises NodeError when nothing was run.
     """
     probe(node, create=True)
     with Session(node) as session:
@@ -364,7 +367,12 @@ def run_on_node(node: Node, arguments: Sequence[str], root: Path, runs_folder: P
             interrupts = Interrupts()
             order = {"arguments": list(arguments), "manifest": sent.hash, "environment": _environment(node, sent)}
             session.send("run", **order)
-            end = follower.follow(interrupts)
+            return _finish(node, follower.follow(interrupts), follower, say)
+        except NodeError as error:
+            if not follower.run:
+                raise
+            say(f"{error} (what there is of the run: python -m harness fetch {node.name} {follower.run})")
+            return 1
         except ConnectionLost as error:
             said = " ".join(str(error).split()) or "ssh ended"
             if not follower.run:
@@ -375,4 +383,3 @@ def run_on_node(node: Node, arguments: Sequence[str], root: Path, runs_folder: P
                 f"{bound:.0f} s nothing runs there. Then: python -m harness fetch {node.name} {follower.run}"
             )
             return 1
-        return _finish(node, end, follower, say)

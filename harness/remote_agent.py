@@ -156,6 +156,7 @@ class RemoteRun:
         self.stop_asked: float | None = None
         self.owner_lost: float | None = None
         self.was_killed = False
+        self.trouble: OSError | None = None
         self.state = {
             "state": "running",
             "folder": str(folder),
@@ -188,9 +189,9 @@ class RemoteRun:
         """The harness names its folder itself; with the lock held, a new one is its own."""
         if self.run_folder is None and (new := sorted(set(os.listdir(self.runs)) - self.before)):
             self.run_folder = self.runs / new[0]
-            self._write_state()
-            self.console = self.console.replace(self.run_folder / CONSOLE_LOG)
             self.line.send("run", name=new[0], folder=str(self.run_folder))
+            self.console = self.console.replace(self.run_folder / CONSOLE_LOG)
+            self._write_state()
 
     def _write_state(self) -> None:
         if self.run_folder is not None:
@@ -228,13 +229,20 @@ class RemoteRun:
             self._look_after_stops()
             if (now := time.monotonic()) >= next_logs:
                 next_logs = now + LOGS_S
-                self._find_run_folder()
-                self._send_logs()
+                self._tell()
                 self.line.send("beat")
         swept = processes.sweep(
             lambda: processes.descendants(os.getpid(), processes.all_processes()), reap=processes.reap_children
         )
         self._end(swept)
+
+    def _tell(self) -> None:
+        """A full disk, say, must not keep this process from its watch."""
+        try:
+            self._find_run_folder()
+            self._send_logs()
+        except OSError as error:
+            self.trouble = self.trouble or error
 
     def _send_logs(self) -> None:
         if self.line.is_open:
@@ -244,7 +252,7 @@ class RemoteRun:
 
     def _end(self, swept: processes.Sweep) -> None:
         code = self.harness.returncode
-        self._find_run_folder()
+        self._tell()
         ended_by = "itself"
         if self.owner_lost is not None:
             ended_by = "a lost connection"
@@ -257,12 +265,16 @@ class RemoteRun:
             "left_by_harness": [*swept.ended, *(f"COULD NOT END {text}" for text in swept.survivors)],
             "finished": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }
-        self._write_state()
+        try:
+            self._write_state()
+        except OSError as error:
+            self.trouble = self.trouble or error
         give_up = time.monotonic() + STOP_S
         while self.line.is_open and self.line.num_waiting_bytes and time.monotonic() < give_up:
             self.line.wait(TICK_S)
-        self._send_logs()
-        self.line.send("end", **self.state, free_bytes=shutil.disk_usage(self.folder).free)
+        self._tell()
+        trouble = "" if self.trouble is None else str(self.trouble)
+        self.line.send("end", **self.state, trouble=trouble, free_bytes=shutil.disk_usage(self.folder).free)
 
 
 def _hello(folder: Path, job: Mapping[str, Any], lock: Lock) -> dict[str, Any]:
