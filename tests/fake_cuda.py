@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megamoe import groups
+from megamoe import MegaMoEConfig, groups
 from megamoe.layout import HOST_STATUS_STRUCT
 from megamoe.targets import host, sm90, sm90_ranks
 
@@ -173,7 +173,9 @@ def encode(matrix: sm90_ranks._Matrix) -> bytes:
 
 
 def _shared_memory(group: groups.DistributedGroup, num_bytes: int, gpu: int) -> tuple[list[Tensor], object]:
-    memories = host._allocate(group, num_bytes)
+    any_config = MegaMoEConfig(group.num_ranks, group.num_ranks, 1, 128, 128, 1)  # is in the memory's name alone
+    layout: Any = SimpleNamespace(config=any_config, num_bytes=num_bytes)
+    memories = host._allocate(group, layout)
     return [shared.memory for shared in memories], memories
 
 

@@ -1,21 +1,16 @@
 """What target sm90 must do beyond the phases, on real GPUs: one check a name, each in a process of its own.
 
-    PYTHONPATH=. python3 tests/device/more_checks.py fill graphs several host_cost faults replay_faults foreign rerun
+    PYTHONPATH=. python3 tests/device/more_checks.py fill graphs several host_cost host_views faults foreign
 
 Prints ``ok`` or ``WRONG`` with what was seen for every claim; the exit code is 1 if any was wrong.
 """
 
 from __future__ import annotations
 
-import argparse
 import ctypes
-import shutil
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,106 +18,15 @@ import torch
 from torch import Tensor
 
 import megamoe
-from megamoe import L1Weights, L2Weights, MegaMoE, MegaMoEConfig, MegaMoEFault, VirtualGroup
+from megamoe import MegaMoE, Stage
 from megamoe.faults import FaultKind
-from megamoe.jit import compile_cubin, csrc_dir
+from megamoe.jit import compile_cubin
 from megamoe.quant import quantize_activations
-from megamoe.reference import RankInputs, compare, moe_layer
+from megamoe.reference import dispatch
 from megamoe.targets import sm90
-from phases.support.inputs import Tokens, Workload, make_tokens, make_weights
-from phases.support.workloads import TILES
-
-SMS = 132
-_wrong: list[str] = []
-
-
-def claim(holds: bool, words: str) -> None:
-    print(f"{'ok   ' if holds else 'WRONG'}  {words}", flush=True)
-    if not holds:
-        _wrong.append(words)
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-
-
-class Layer:
-    """R ranks of this process over so many GPUs, with their weights and what they answer."""
-
-    def __init__(self, ranks: int, gpus: int = 1, *, shape: tuple[int, int] = (1024, 512), experts: int = 16,
-                 topk: int = 4, capacity: int = 256, timeout_s: float = 5.0, pool_rows: int | None = None,
-                 max_ctas: int | None = None, granularity: int = 128) -> None:  # fmt: skip
-        group = VirtualGroup(ranks, target="sm90", num_gpus=gpus)
-        self.opened = megamoe.get_symm_buffer_for_mega_moe(
-            group, experts, capacity, topk, *shape, timeout_s=timeout_s, pool_rows=pool_rows, max_ctas=max_ctas,
-            l2_sf_granularity=granularity,
-        )  # fmt: skip
-        self.config: MegaMoEConfig = self.opened.config
-        self.ranks = self.opened.ranks
-        self.weights = [make_weights(self.config, b.rank, "normal", b.device) for b in self.ranks]
-        self.y: list[Tensor] = []
-        self.settle()
-
-    def settle(self) -> None:
-        for device in {b.device for b in self.ranks}:
-            torch.cuda.synchronize(device)
-
-    def tokens(self, name: object, counts: Sequence[int], **options: Any) -> list[Tokens]:
-        return make_tokens(Workload(str(name), self.config, tuple(counts), **options))
-
-    def fill(self, tokens: Sequence[Tokens]) -> None:
-        for buffer, given in zip(self.ranks, tokens, strict=True):
-            buffer.fill(*(part.to(buffer.device) for part in (given.x, given.topk_idx, given.topk_weights)))
-
-    def outputs(self, rows: Sequence[int]) -> list[Tensor]:
-        return [
-            torch.full((n, self.config.hidden), torch.nan, dtype=torch.bfloat16, device=b.device)
-            for b, n in zip(self.ranks, rows, strict=True)
-        ]
-
-    def launch(self, y: Sequence[Tensor], only: Sequence[int] | None = None, **options: Any) -> None:
-        for rank in range(len(self.ranks)) if only is None else only:
-            megamoe.fp8_mega_moe(y[rank], *self.weights[rank], self.ranks[rank], **options)
-
-    def run(self, tokens: Sequence[Tokens]) -> list[Tensor]:
-        self.fill(tokens)
-        y = self.outputs([given.num_tokens for given in tokens])
-        self.launch(y)
-        self.opened.check()
-        return y
-
-    def expected(self, tokens: Sequence[Tokens]) -> list[Tensor]:
-        inputs = [
-            RankInputs(*(part.to(b.device) for part in (q.x, q.x_sf, q.topk_idx, q.topk_weights)))
-            for b, q in zip(self.ranks, (given.quantised() for given in tokens), strict=True)
-        ]
-        return moe_layer(self.config, inputs, self.weights)
-
-    def right(self, tokens: Sequence[Tokens], y: Sequence[Tensor]) -> str:
-        """Nothing, or what is wrong by the bound of y."""
-        outcomes = [compare("y", a, e) for a, e in zip(y, self.expected(tokens), strict=True)]
-        return "; ".join(outcome.message for outcome in outcomes if not outcome.ok)
-
-    def fault_of(self, rank: int | None = None) -> MegaMoEFault | None:
-        try:
-            (self.opened if rank is None else self.ranks[rank]).check()
-        except MegaMoEFault as fault:
-            return fault
-        return None
-
-    def close(self) -> None:
-        self.opened.close()
-
-
-def copies(weights: tuple[L1Weights, L2Weights]) -> tuple[L1Weights, L2Weights]:
-    """The same weights at other addresses."""
-    l1, l2 = weights
-    return L1Weights(*(part.clone() for part in l1)), L2Weights(*(part.clone() for part in l2))
-
-
-def equal(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
-    return all(same_bits(x, y) for x, y in zip(a, b, strict=True))
-
+from phases.support.device_checks import Layer, claim, copies, equal, nothing_wrong, run_checks, same_bits
+from phases.support.inputs import Tokens
+from phases.support.launches import as_bits
 
 # --- fill ----------------------------------------------------------------------------------------------------------
 
@@ -170,7 +74,7 @@ def check_fill() -> None:
             good = same_bits(buffer.x[:9].cpu(), q) and same_bits(buffer.x_sf[:9].cpu().contiguous(), sf)
             claim(good, f"fill hidden {hidden} of rows with strides {view.stride()} from {view.data_ptr() % 16}")
         layer.close()
-    claim(not _wrong, "fill equals quantize_activations bit for bit")
+    claim(nothing_wrong(), "fill equals quantize_activations bit for bit")
 
 
 # --- graphs, streams, buffers, weights -----------------------------------------------------------------------------
@@ -251,7 +155,7 @@ def check_several() -> None:
     sets = [layer.tokens(f"several {i}", [40 + 9 * i] * len(layer.ranks)) for i, layer in enumerate(layers)]
     alone = [layer.run(tokens) for layer, tokens in zip(layers, sets, strict=True)]
     for layer, tokens, y in zip(layers, sets, alone, strict=True):
-        claim(not layer.right(tokens, y), f"{layer.config.hidden}/{layer.config.intermediate_hidden}: right alone")
+        layer.claim_right(tokens, y, f"{layer.config.hidden}/{layer.config.intermediate_hidden}: right alone")
     streams = [torch.cuda.Stream() for _ in layers]
     good = True
     for _ in range(50):
@@ -280,7 +184,7 @@ def check_several() -> None:
     megamoe.fp8_mega_moe(y[0], *layer.weights[0], layer.ranks[0])
     megamoe.dummy_run(*layer.weights[1], layer.ranks[1])
     layer.opened.check()
-    claim(not layer.right(tokens, y), "an idle rank takes part by dummy_run")
+    layer.claim_right(tokens, y, "an idle rank takes part by dummy_run")
     for layer in layers:
         layer.close()
 
@@ -309,6 +213,58 @@ def check_host_cost() -> None:
         layer.close()
 
 
+# --- beside the host target ----------------------------------------------------------------------------------------
+
+
+POOL_VIEWS = ("l1_acts", "l1_acts_sf", "l1_topk_weights", "token_src_metadata")
+TOKEN_VIEWS = ("x", "x_sf", "topk_idx", "topk_weights")
+WHOLE_VIEWS = ("expert_recv_count_sum", "l1_arrival_count", "l2_arrival_mask")
+
+
+def check_host_views() -> None:
+    """The same tokens on both targets in one process: what numerics.md calls exact is equal bit for bit."""
+    gpus = min(2, torch.cuda.device_count())
+    for ranks, over, shape, counts in (
+        (1, 1, (640, 384), [200]),
+        (2, gpus, (640, 384), [130, 1]),
+        (8, gpus, (640, 384), [0, 192, 1, 48, 8, 0, 17, 3]),
+        (2, gpus, (7168, 2048), [12, 3]),
+    ):
+        options: dict[str, Any] = {"shape": shape, "experts": 8, "topk": 3, "timeout_s": 20.0}
+        layers = [Layer(ranks, over, **options), Layer(ranks, target="host", **options)]
+        assert layers[0].config == layers[1].config
+        tokens = layers[0].tokens("host views", counts, masked=0.1)
+        for layer in layers:
+            layer.fill(tokens)
+            for rank, y in enumerate(layer.outputs(counts)):
+                megamoe.launch_mega_moe(y, *layer.weights[rank], layer.ranks[rank], stage=Stage.L1_EPILOGUE)
+            layer.opened.check()
+        different, compared = _different_views(layers, tokens)
+        words = f"{ranks} ranks on {over} GPUs, {shape[0]}/{shape[1]}: {compared} bytes of views equal the host's"
+        claim(not different and compared > 0, f"{words}{', but not: ' * bool(different)}{', '.join(different)}")
+        for layer in layers:
+            layer.close()
+
+
+def _different_views(layers: Sequence[Layer], tokens: Sequence[Tokens]) -> tuple[list[str], int]:
+    """What differs between two targets, and the number of bytes that were compared."""
+    inputs = [given.quantised() for given in tokens]
+    different, compared = [], 0
+    for rank, given in enumerate(tokens):
+        rows = dispatch(layers[0].config, inputs, rank).rows
+        buffers = [layer.ranks[rank] for layer in layers]
+        for name in (*TOKEN_VIEWS, *POOL_VIEWS, *WHOLE_VIEWS):
+            parts = []
+            for buffer in buffers:
+                view = as_bits(buffer.view(name)).cpu()
+                whole = view[: given.num_tokens] if name in TOKEN_VIEWS else view
+                parts.append((whole[rows] if name in POOL_VIEWS else whole).contiguous())
+            compared += parts[0].numel() * parts[0].element_size()
+            if not torch.equal(*parts):
+                different.append(f"{name} of rank {rank}")
+    return different, compared
+
+
 # --- faults --------------------------------------------------------------------------------------------------------
 
 
@@ -325,7 +281,7 @@ def check_faults() -> None:
     layer = two_ranks(timeout_s=3.0, max_ctas=60)  # so that two launches fit beside each other
     tokens = layer.tokens("faults", [40, 60])
     before = layer.run(tokens)
-    claim(not layer.right(tokens, before), "right before any fault")
+    layer.claim_right(tokens, before, "right before any fault")
 
     layer.fill(tokens)
     y = layer.outputs([40, 60])
@@ -396,7 +352,7 @@ def check_faults() -> None:
     claim(all(bool(part.isnan().all()) for part in y), "y is NaN on every rank")
     small.opened.reset()
     few = small.tokens("fits", [5, 5])
-    claim(not small.right(few, small.run(few)), "after a reset a launch that fits is right")
+    small.claim_right(few, small.run(few), "after a reset a launch that fits is right")
     small.close()
 
 
@@ -472,7 +428,7 @@ def check_foreign() -> None:
         layer = Layer(ranks, timeout_s=20.0)
         tokens = layer.tokens("foreign", [200] * ranks)
         before = layer.run(tokens)
-        claim(not layer.right(tokens, before), f"{ranks} ranks: right alone")
+        layer.claim_right(tokens, before, f"{ranks} ranks: right alone")
         layer.fill(tokens)
         y = layer.outputs([200] * ranks)
         layer.settle()
@@ -495,121 +451,8 @@ def check_foreign() -> None:
     for ranks, ctas in ((1, 1), (2, 1), (8, 1), (8, 3)):
         layer = Layer(ranks, timeout_s=20.0, max_ctas=ctas)
         tokens = layer.tokens("foreign", [200] * ranks)
-        claim(not layer.right(tokens, layer.run(tokens)), f"{ranks} ranks of {ctas} CTAs: right")
+        layer.claim_right(tokens, layer.run(tokens), f"{ranks} ranks of {ctas} CTAs: right")
         layer.close()
-
-
-def check_rerun() -> None:
-    """200 launches with changing routing and counts, each equal to its rerun; and to one over other ranks."""
-    gpus = min(2, torch.cuda.device_count())
-    for ranks, over in ((1, 1), (2, gpus), (8, gpus)):
-        layer = Layer(ranks, over, capacity=512)
-        draw = torch.Generator().manual_seed(ranks)
-        different = 0
-        routings = ("random", "one_expert", "duplicate")
-        for launch in range(200):
-            counts = torch.randint(0, 513 if launch % 10 == 0 else 65, (ranks,), generator=draw).tolist()
-            masked = (0.0, 0.3)[launch % 2]
-            tokens = layer.tokens(f"rerun {launch}", counts, routing=routings[launch % 3], masked=masked)
-            first = layer.run(tokens)
-            different += not equal(first, layer.run(tokens))
-            if launch % 40 == 0 and (message := layer.right(tokens, first)):
-                claim(False, f"{ranks} ranks, launch {launch}: {message}")
-        claim(different == 0, f"{ranks} ranks on {over} GPUs: 200 launches, {different} differ from their rerun")
-        layer.close()
-    answers = {}
-    for ranks, over in ((1, 1), (2, 1), (2, gpus), (8, 1), (8, gpus)):
-        layer = Layer(ranks, over, shape=(7168, 2048), experts=8, topk=4, capacity=512)
-        whole = make_tokens(Workload("worlds", _one_rank(layer.config), (512,)))[0]
-        tokens = [whole.rows(slice(r * 512 // ranks, (r + 1) * 512 // ranks)) for r in range(ranks)]
-        answers[ranks, over] = torch.cat([part.cpu() for part in layer.run(tokens)])
-        layer.close()
-    base = answers[1, 1]
-    for key, y in answers.items():
-        claim(same_bits(y, base), f"7168/2048: {key[0]} ranks on {key[1]} GPUs answer as one rank, bit for bit")
-
-
-def _one_rank(config: MegaMoEConfig) -> MegaMoEConfig:
-    block_m, l1_block_n, l2_block_n = TILES["sm90"][0]
-    return MegaMoEConfig(
-        1, config.num_experts, config.num_topk, config.hidden, config.intermediate_hidden, 512,
-        block_m=block_m, l1_block_n=l1_block_n, l2_block_n=l2_block_n,
-    )  # fmt: skip
-
-
-def check_litmus(launches: int = 10_000) -> None:
-    """Small launches at full speed over NVLink, every row of every one compared, with the kernel as it is."""
-    _litmus(launches, "as it is", must_be_right=True)
-
-
-@contextmanager
-def in_sm90(name: str, stand_in: object) -> Iterator[None]:
-    """Another value for a name of the target's module, and kernels built anew."""
-    before = getattr(sm90, name)
-    setattr(sm90, name, stand_in)
-    sm90._fused_module.cache_clear()
-    try:
-        yield
-    finally:
-        setattr(sm90, name, before)
-
-
-def check_litmus_broken(launches: int = 10_000) -> None:
-    """The same without ``fence.proxy.async.global``, and without the release of the tile counter: does it show?"""
-    folder = Path(tempfile.mkdtemp()) / "csrc"
-    shutil.copytree(csrc_dir(), folder)
-    primitives = folder / "protocol" / "primitives.hpp"
-    text = primitives.read_text()
-    fence = 'asm volatile("fence.proxy.async.global;" ::: "memory");'
-    assert text.count(fence) == 1
-    primitives.write_text(text.replace(fence, ""))
-    with in_sm90("csrc_dir", lambda: folder):
-        _litmus(launches, "without fence.proxy.async.global", must_be_right=False)
-    for mutation in ("relaxed_tile_counter", "relaxed_arrival"):
-        options = (f"-DMEGAMOE_MUTATION={mutation}",)
-        with in_sm90("extra_options", partial(tuple, options)):
-            _litmus(launches, f"mutation {mutation}", must_be_right=False)
-
-
-def _litmus(launches: int, what: str, *, must_be_right: bool) -> None:
-    gpus = min(2, torch.cuda.device_count())
-    layer = Layer(2, gpus, shape=(1024, 256), experts=8, topk=4, capacity=64, timeout_s=2.0)
-    sets = [layer.tokens(f"litmus {i}", [(11 * i) % 40 + 8, (17 * i) % 40 + 8]) for i in range(8)]
-    expected = [layer.run(tokens) for tokens in sets]
-    if must_be_right:
-        claim(all(not layer.right(t, y) for t, y in zip(sets, expected, strict=True)), f"litmus {what}: right first")
-    placed = [
-        [[part.to(b.device) for part in vars(given).values()] for b, given in zip(layer.ranks, tokens, strict=True)]
-        for tokens in sets
-    ]
-    y = [layer.outputs([given.num_tokens for given in tokens]) for tokens in sets]
-    wrong = [torch.zeros(1, dtype=torch.int64, device=b.device) for b in layer.ranks]
-    layer.settle()
-    begun = time.monotonic()
-    fault: MegaMoEFault | None = None
-    done = 0
-    for launch in range(launches):
-        index = launch * 5 % len(sets) if launch % 3 else launch % len(sets)
-        for rank, buffer in enumerate(layer.ranks):
-            with torch.cuda.device(buffer.device):
-                buffer.fill(*placed[index][rank])
-        layer.launch(y[index])
-        for rank in range(2):
-            with torch.cuda.device(layer.ranks[rank].device):
-                differs = y[index][rank].view(torch.int32) != expected[index][rank].view(torch.int32)
-                wrong[rank] += differs.any(dim=1).sum()
-        done += 1
-        if launch % 500 == 499 and (fault := layer.fault_of()):
-            break
-    fault = fault or layer.fault_of()
-    rows = sum(int(count.item()) for count in wrong)
-    seconds = time.monotonic() - begun
-    words = f"litmus {what}: {done} launches in {seconds:.1f} s, {rows} wrong rows, fault: {str(fault)[:90]}"
-    if must_be_right:
-        claim(rows == 0 and fault is None, words)
-    else:
-        print(f"{'seen ' if rows or fault else 'NOT SEEN'}  {words}", flush=True)
-    layer.close()
 
 
 CHECKS: dict[str, Callable[[], None]] = {
@@ -617,25 +460,12 @@ CHECKS: dict[str, Callable[[], None]] = {
     "graphs": check_graphs,
     "several": check_several,
     "host_cost": check_host_cost,
+    "host_views": check_host_views,
     "faults": check_faults,
     "replay_faults": check_replay_faults,
     "foreign": check_foreign,
-    "rerun": check_rerun,
-    "litmus": check_litmus,
-    "litmus_broken": check_litmus_broken,
 }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checks", nargs="+", choices=list(CHECKS))
-    for name in parser.parse_args().checks:
-        begun = time.monotonic()
-        print(f"== {name}", flush=True)
-        CHECKS[name]()
-        print(f"== {name}: {time.monotonic() - begun:.1f} s", flush=True)
-    return 1 if _wrong else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_checks(__doc__, CHECKS))

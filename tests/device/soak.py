@@ -1,8 +1,9 @@
 """A soak on real ranks, one process a GPU: launches with random counts and skews, one in so many fully compared.
 
-    torchrun --nproc-per-node 2 tests/device/soak.py --launches 10000 --seconds 120 --seed 1 [--backend nccl]
+    torchrun --nproc-per-node 2 tests/device/soak.py --launches 10000 --seconds 120 --seed 1 [--accumulate fast]
 
-Ends after so many launches or seconds; the last line says how many, and what went wrong.
+Ends after so many launches or seconds; the last line says how many, and what went wrong. y of every launch is looked at
+for NaN, that of one in --compare-every is compared with the oracle, by the bounds over all ranks.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 import megamoe
-from megamoe.config import MegaMoEConfig
-from megamoe.reference import RankInputs, compare, moe_layer
+from megamoe.config import ACCUMULATE_CHOICES, MegaMoEConfig
+from megamoe.reference import RankInputs, Squares, compare, moe_layer, squares
 from phases.support.inputs import Tokens, generator, make_weights
 
 CAPACITY = 1024
@@ -44,13 +45,21 @@ def draw_tokens(config: MegaMoEConfig, seed: int, launch: int, device: torch.dev
     return tokens
 
 
+def over_all_ranks(own: Squares, device: torch.device) -> Squares:
+    """The sum over the ranks. Collective."""
+    values = torch.tensor([own.difference, own.expected], dtype=torch.float64, device=device)
+    dist.all_reduce(values)
+    return Squares(*values.tolist())
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--launches", type=int, default=10_000)
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--compare-every", type=int, default=50)
-    parser.add_argument("--backend", default="cpu:gloo,cuda:nccl")
+    parser.add_argument("--backend", default="cpu:gloo,cuda:nccl", help="of the process group; nccl alone works too")
+    parser.add_argument("--accumulate", choices=ACCUMULATE_CHOICES, default="fp32")
     options = parser.parse_args()
     gpu = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(gpu)
@@ -58,29 +67,37 @@ def main() -> int:
     world = dist.group.WORLD
     assert world is not None
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    buffer = megamoe.get_symm_buffer_for_mega_moe(world, EXPERTS, CAPACITY, TOPK, *SHAPE, timeout_s=10)
+    buffer = megamoe.get_symm_buffer_for_mega_moe(
+        world, EXPERTS, CAPACITY, TOPK, *SHAPE, timeout_s=10, accumulate=options.accumulate
+    )
+    bound = "y_all_ranks" if options.accumulate == "fp32" else "y_fast_all_ranks"
     config, device = buffer.config, buffer.device
     weights = [make_weights(config, other, "normal", device) for other in range(ranks)]
     megamoe.warmup(buffer)
     deadline = time.monotonic() + options.seconds
     memory_begun, wrong, compared, launches, worst = 0, 0, 0, 0, 0.0
     stop = torch.zeros(1, dtype=torch.int64)
-    last: tuple[Tokens, torch.Tensor] | None = None
+    nans = torch.zeros((), dtype=torch.int64, device=device)  # read at the comparisons: no launch waits for the host
+    begun = time.monotonic()
     for launch in range(options.launches):
         tokens = draw_tokens(config, options.seed, launch, device)
         own = tokens[rank]
         buffer.fill(own.x, own.topk_idx, own.topk_weights)
         y = torch.full((own.num_tokens, config.hidden), torch.nan, dtype=torch.bfloat16, device=device)
         megamoe.fp8_mega_moe(y, *weights[rank], buffer)
-        last, launches = (own, y), launch + 1
+        nans += y.isnan().any()
+        launches = launch + 1
         if launch % options.compare_every:
-            if bool(y.isnan().any()):
-                wrong += 1
-                print(f"rank {rank}: launch {launch} of seed {options.seed}: y has NaN", flush=True)
             continue
         buffer.check()
+        if with_nan := int(nans.item()):
+            wrong += with_nan
+            nans.zero_()
+            since = f"after {launch - options.compare_every} up to {launch}"
+            print(f"rank {rank}: launches {since} of seed {options.seed}: {with_nan} have NaN in y", flush=True)
         answer = moe_layer(config, [RankInputs(*_quantised(given)) for given in tokens], weights)[rank]
-        outcome = compare("y", y, answer)
+        everyone = over_all_ranks(squares(y, answer), device)
+        outcome = compare(bound, y, answer, all_ranks=everyone)
         compared += 1
         worst = max(worst, outcome.max_error)
         if not outcome.ok:
@@ -95,11 +112,12 @@ def main() -> int:
             if int(flag.item()):
                 break
     buffer.check()
-    assert last is not None
+    wrong += int(nans.item())
     growth = torch.cuda.memory_reserved(device) - memory_begun if memory_begun else 0
     print(
-        f"rank {rank}: {launches} launches, seed {options.seed}, {compared} compared, {wrong} wrong, worst error "
-        f"{worst:.2e}, epoch {buffer.epoch}, torch's memory grew by {growth} bytes",
+        f"rank {rank}: {launches} launches in {time.monotonic() - begun:.0f} s, {options.accumulate}, seed "
+        f"{options.seed}, {compared} compared, {wrong} wrong, worst error {worst:.2e}, epoch {buffer.epoch}, torch's "
+        f"memory grew by {growth} bytes",
         flush=True,
     )
     good = wrong == 0 and buffer.epoch == launches and growth <= 64 << 20
