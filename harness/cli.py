@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ from harness.earlier import find_run, read_run
 from harness.fetch import fetch as fetch_run
 from harness.nodes import DEFAULT_NODES_FILE, NodeError, load_node
 from harness.plan import BadRequest, Request
+from harness.rank import DUMP_VIEWS_VARIABLE
 from harness.remote import run_on_node
 from harness.report import summary_lines, write_report
 from harness.results import append_line, build_line
@@ -50,6 +52,9 @@ KeepOption = Annotated[
     bool, typer.Option("--keep", help="do not run again what passed with the same sources, toolchain and machine")
 ]
 NodeOption = Annotated[str | None, typer.Option("--node", help="run on this node of nodes.yaml (docs/nodes.md)")]
+DumpOption = Annotated[
+    bool, typer.Option("--dump", help="save the views of every launch that is compared, for `megamoe diff`")
+]
 NodesOption = Annotated[Path, typer.Option("--nodes", help="the file that lists nodes")]
 RunArgument = Annotated[Path | None, typer.Argument(help="folder or name of a run; the last one when left out")]
 BuildSecondsOption = Annotated[float, typer.Option("--build-seconds", help="limit of the build of one target")]
@@ -218,6 +223,7 @@ def run(
     from_phase: FromOption = None,
     rerun: RerunOption = None,
     keep: KeepOption = False,
+    dump: DumpOption = False,
     phases_root: PhasesRootOption = runner.DEFAULT_PHASES_ROOT,
     runs_dir: RunsDirOption = Path("runs"),
     plain: PlainOption = False,
@@ -231,6 +237,8 @@ def run(
             arguments = _arguments_for_node(context)
             root = runner.DEFAULT_PHASES_ROOT.parent
             raise typer.Exit(run_on_node(load_node(node, nodes), arguments, root, runs_dir, _say))
+        if dump:
+            os.environ[DUMP_VIEWS_VARIABLE] = "1"  # which every step inherits
         request = _request(phases, target, ranks, groups, cases, repeat, no_gates, seconds, from_phase, rerun, keep)
         display = make_display(Console(), plain=plain)
         code = runner.run(request, Places(phases_root, runs_dir), display, build_seconds=build_seconds)

@@ -190,7 +190,7 @@ class _Writer:
 
     def _describe(self, buffers: OutsideBuffers) -> None:
         from megamoe.inspect.counters import describe_seen, read_counters
-        from megamoe.inspect.report import describe_config
+        from megamoe.inspect.report import describe_config, describe_facts
         from megamoe.inspect.verdict import find_culprit
 
         self.notes += buffers.problems
@@ -206,6 +206,7 @@ class _Writer:
                 continue
             seen = {rank: read_counters(image) for rank, image in images.items()}
             self.explanation = find_culprit(seen, config.num_ranks)
+            self.notes.append(describe_facts(read_launch_facts(self.folder, config)))
             lost = [rank for rank in images if rank in self.trouble.ranks and rank not in self.alive]
             self.notes += [f"rank {rank} is gone; its memory was read through a peer's" for rank in lost]
             for rank, counters in seen.items():

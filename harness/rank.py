@@ -17,6 +17,9 @@ from pathlib import Path
 
 from harness.processes import own_key, set_parent_death_signal
 
+DUMP_VIEWS_VARIABLE = "MEGAMOE_DUMP_VIEWS"
+"""Set by ``harness run --dump``: save every launch that is compared, not only the first that fails."""
+
 
 def pid_file(folder: Path, rank: int) -> Path:
     """Holds ``<pid> <start ticks>`` from the moment a rank starts."""

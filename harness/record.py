@@ -11,6 +11,7 @@ The script (rank 0) writes one JSON object a line, as it goes:
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ from harness.outcome import Outcome
 from harness.plan import Step
 
 RECORD_FILE = "record.jsonl"
+DUMP_SUFFIX = ".dump"
+"""Of a rank's saved buffer (megamoe/inspect/dump.py)."""
 MAX_MAP_EDGE = 64
 
 
@@ -178,11 +181,11 @@ def _ending_reasons(outcome: Outcome) -> list[str]:
     reasons = []
     if outcome.message:
         reasons.append(outcome.message)
-    if outcome.bundle and (outcome.end != "exited" or outcome.exit_code != 0):
-        reasons.append(f"hang bundle {outcome.bundle}: {outcome.explanation}")
     if outcome.end == "exited" and outcome.exit_code != 0:
         first = f"; rank {outcome.broken_ranks[0]} ended first" if outcome.broken_ranks else ""
         reasons.append(f"exit code {outcome.exit_code}{first}")
+    if outcome.bundle and (outcome.end != "exited" or outcome.exit_code != 0):
+        reasons.append(f"hang bundle {outcome.bundle}: {outcome.explanation}")
     if outcome.left_behind:
         reasons.append("left behind, and ended by the harness: " + "; ".join(outcome.left_behind))
     if outcome.survivors:
@@ -192,6 +195,12 @@ def _ending_reasons(outcome: Outcome) -> list[str]:
     if outcome.held_memfds:
         reasons.append("its shared memory is still held: " + "; ".join(outcome.held_memfds))
     return reasons
+
+
+def _saved_views_reasons(record: Record) -> list[str]:
+    """What to call to see which view of the first failure is wrong."""
+    saved = [Path(path).parent for path in record.dumps if Path(path).suffix == DUMP_SUFFIX]
+    return [f"more: python -m megamoe.cli diff {shlex.quote(str(folder))} --oracle" for folder in saved[:1]]
 
 
 def _is_of_case(line: Mapping[str, Any], case: str) -> bool:
@@ -257,6 +266,9 @@ def judge(step: Step, outcome: Outcome, record: Record) -> Verdict:
         done = [str(line["case"]) for line in record.cases]
         reasons.append(f"{len(done)} cases were done" + (f", the last was {done[-1]}" if done else ""))
         reasons += _failed_case_reasons(record)
+    if reasons:
+        position = len(_ending_reasons(outcome))
+        reasons[position:position] = _saved_views_reasons(record)
     status = "timed out" if outcome.end == "timed out" else "failed" if reasons else "passed"
     skipped = _all_skipped(record)
     if skipped and not _ending_reasons(outcome) and not _end_reasons(record) and outcome.end == "exited":

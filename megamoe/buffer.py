@@ -192,6 +192,10 @@ class SymmBuffer:
         whole = _region_view(memory, region)
         return whole[self.epoch % NUM_BANKS] if region.banked else whole
 
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
+
     def memory_of(self, rank: int | None = None) -> Tensor:
         """A rank's whole buffer, uint8 [num_bytes], live; None means this rank's. Raises ValueError when closed."""
         self._require_open()

@@ -158,7 +158,10 @@ def test_time_out(project: Project) -> None:
     assert call.code == 1
     (step,) = call.steps()
     assert step["status"] == "timed out"
-    assert step["reasons"] == ["still running at its limit of 2 s", "1 cases were done, the last was small"]
+    limit, bundle, done = step["reasons"]
+    assert limit == "still running at its limit of 2 s"
+    assert bundle.startswith(f"hang bundle {step['folder']}/hang: ")
+    assert done == "1 cases were done, the last was small"
     assert step["log_tails"]["rank0.log"].startswith("waiting for rank 1\n")
     assert "most recent call first" in step["log_tails"]["rank0.log"]
     assert call.output.splitlines()[-1] == "0 passed, 1 failed (1 timed out)"

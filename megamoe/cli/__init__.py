@@ -1,10 +1,12 @@
-"""The ``megamoe`` command. Exit codes: 0 done and within the bounds, 1 a fault or a bound missed, 2 a wrong call."""
+"""The ``megamoe`` command. Exit codes: 0 done and within bounds, 1 fault, bound missed or difference, 2 bad call."""
 
 from __future__ import annotations
 
 import typer
 
+from megamoe.cli.diff import diff
 from megamoe.cli.doctor import doctor
+from megamoe.cli.inspect import inspect
 from megamoe.cli.layout import layout
 from megamoe.cli.run import run
 
@@ -18,6 +20,8 @@ app = typer.Typer(
 )
 app.command()(run)
 app.command()(layout)
+app.command()(inspect)
+app.command()(diff)
 app.command()(doctor)
 
 

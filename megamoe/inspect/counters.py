@@ -120,7 +120,8 @@ def describe_seen(seen: Counters, peers: Mapping[int, Image]) -> str:
     """`describe_image` of counters that were read already."""
     image = seen.image
     state = "under way" if seen.under_way else "ended, none under way"
-    lines = [f"rank {image.rank} of {image.config.num_ranks}: epoch {seen.epoch} {state}"]
+    launch = f"epoch {seen.epoch} {state}" if seen.epoch else "no launch yet"
+    lines = [f"rank {image.rank} of {image.config.num_ranks}: {launch}"]
     if seen.abort:
         lines.append(f"aborted in epoch {seen.abort}")
     lines += [f"fault: {fault.describe(image.config)}" for fault in seen.faults]

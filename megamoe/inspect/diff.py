@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megamoe.config import ACCUM_DEBUG_EDGE, MegaMoEConfig, Stage
+from megamoe.config import ACCUM_DEBUG_EDGE, INTERLEAVE, MegaMoEConfig, Stage
+from megamoe.groups import TARGETS
 from megamoe.inspect.dump import Dump
 from megamoe.inspect.image import NotSaved
 from megamoe.inspect.tensors import extra_tensor, region_tensor
@@ -35,6 +36,30 @@ VIEW_STAGES: Mapping[str, Stage] = {
     "y": Stage.COMBINE,
 }
 """Views in pipeline order: whatever a view is made of comes before it. The stage from which on a launch writes it."""
+
+_ROLES = "csrc/host/roles.hpp"
+SOURCES: Mapping[str, tuple[str, str]] = {
+    "x": ("megamoe/buffer.py", "csrc/sm90/fill.cu"),
+    "x_sf": ("megamoe/buffer.py", "csrc/sm90/fill.cu"),
+    "topk_idx": ("megamoe/buffer.py", "csrc/sm90/fill.cu"),
+    "topk_weights": ("megamoe/buffer.py", "csrc/sm90/fill.cu"),
+    "expert_recv_count_sum": ("csrc/protocol/pool.hpp", "csrc/protocol/pool.hpp"),
+    "token_src_metadata": ("csrc/protocol/pull.hpp", "csrc/protocol/pull.hpp"),
+    "l1_acts": (_ROLES, "csrc/sm90/roles/row_puller.hpp"),
+    "l1_acts_sf": (_ROLES, "csrc/sm90/roles/row_puller.hpp"),
+    "l1_topk_weights": ("csrc/protocol/pull.hpp", "csrc/protocol/pull.hpp"),
+    "l1_arrival_count": ("csrc/protocol/pull.hpp", "csrc/protocol/pull.hpp"),
+    "l1_accum_debug": (_ROLES, "csrc/sm90/roles/products.hpp"),
+    "l2_acts": (_ROLES, "csrc/sm90/roles/l1_epilogue.hpp"),
+    "l2_acts_sf": (_ROLES, "csrc/sm90/roles/l1_epilogue.hpp"),
+    "l2_arrival_mask": ("csrc/protocol/tiles.hpp", "csrc/protocol/tiles.hpp"),
+    "combine": (_ROLES, "csrc/sm90/roles/l2_epilogue.hpp"),
+    "y": (_ROLES, "csrc/sm90/roles/reduce.hpp"),
+}
+"""Where to look first: the file that makes each view, for targets host and sm90."""
+
+MAX_RUNS = 4
+"""Runs of wrong columns that are listed."""
 
 _INPUTS = ("x", "x_sf", "topk_idx", "topk_weights")
 _POOL_ROWS = ("token_src_metadata", "l1_acts", "l1_acts_sf", "l1_topk_weights", "l2_acts", "l2_acts_sf")
@@ -62,8 +87,11 @@ class ViewDifference:
 
 
 def writer_of(dump: Dump, view: str) -> str:
-    """The role that writes a view."""
-    return "combine" if view == "y" else dump.image.layout[view].writer
+    """The role that writes a view, and its source file where the dump says of which target it is."""
+    role = "combine" if view == "y" else dump.image.layout[view].writer
+    if dump.facts is None or dump.facts.target not in TARGETS:
+        return role
+    return f"{role} ({SOURCES[view][TARGETS.index(dump.facts.target)]})"
 
 
 def last_stage(*dumps: Dump) -> Stage:
@@ -76,16 +104,39 @@ def values_of(tensor: Tensor) -> Tensor:
     return tensor.view(torch.int64).double() if tensor.dtype == torch.uint64 else tensor.double()
 
 
-def extent(wrong: Tensor) -> str:
-    """How far wrong elements reach, in words. ``wrong``: bool [rows] or [rows, columns]."""
+def extent(wrong: Tensor, first_column: int = 0) -> str:
+    """How far wrong elements reach, in words.
+
+    Args:
+        wrong: bool [rows] or [rows, columns].
+        first_column: number of the first column, in the view that this is a part of.
+    """
     rows = wrong.reshape(wrong.shape[0], -1).any(dim=1)
     text = f"{int(wrong.sum())} of {wrong.numel()} elements, in {int(rows.sum())} of {len(rows)} rows"
     if wrong.dim() < 2:
         return text
     columns = wrong.reshape(-1, wrong.shape[-1]).any(dim=0).nonzero().squeeze(1)
-    first, last = int(columns[0]), int(columns[-1])
-    whole = "all" if len(columns) == last - first + 1 else f"{len(columns)}"
-    return f"{text}, in {whole} columns from {first} to {last} of {wrong.shape[-1]}"
+    return f"{text}, in {len(columns)} of {wrong.shape[-1]} columns: {runs_words((columns + first_column).tolist())}"
+
+
+def runs_words(numbers: Sequence[int]) -> str:
+    """Ascending numbers as runs: ``8-15, 24-31, 40-47 and 5 more such runs``."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    words = ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in runs[:MAX_RUNS])
+    return words + (f" and {len(runs) - MAX_RUNS} more runs, up to {runs[-1][1]}" if len(runs) > MAX_RUNS else "")
+
+
+def gate_and_up_words(wrong: Tensor, first_column: int) -> str:
+    """Of wrong L1 accumulators: how many columns of each kind. Gate and up alternate in groups of `INTERLEAVE`."""
+    columns = wrong.any(dim=0)
+    is_up = (torch.arange(first_column, first_column + len(columns)) // INTERLEAVE) % 2 == 1
+    gate, up = int(columns[~is_up].sum()), int(columns[is_up].sum())
+    return f"of these columns {gate} are gate's (of {int((~is_up).sum())}), {up} are up's (of {int(is_up.sum())})"
 
 
 class _Side:
@@ -233,7 +284,12 @@ def _diff_view(view: str, rank: int, one: _Side, other: _Side) -> ViewDifference
         f"{got[tuple(index)].item():g} and {want[tuple(index)].item():g}"
         for name, index in spots.items()
     ]
-    return ViewDifference(view, rank, a.numel(), int(wrong.sum()), (*lines, f"differ: {extent(wrong)}"))
+    window = one.window() if view == "l1_accum_debug" else None
+    first_column = window[1] * ACCUM_DEBUG_EDGE if window is not None else 0
+    lines.append(f"differ: {extent(wrong, first_column)}")
+    if window is not None:
+        lines.append(gate_and_up_words(wrong, first_column))
+    return ViewDifference(view, rank, a.numel(), int(wrong.sum()), tuple(lines))
 
 
 def describe_differences(found: Sequence[ViewDifference], writers: Mapping[str, str]) -> tuple[list[str], bool]:
@@ -264,6 +320,9 @@ def describe_differences(found: Sequence[ViewDifference], writers: Mapping[str, 
     if first is None:
         return lines, False
     lines += ["", f"the first view that differs: {first}, written by: {writers[first]}"]
+    before = list(by_view)[: list(by_view).index(first)]
+    if before and not any(item.skipped for view in before for item in by_view[view]):
+        lines.append("every view before it is right, so what it is made of is: look at what makes it")
     for item in by_view[first]:
         lines += [f"  {line}" for line in item.lines]
     return lines, True

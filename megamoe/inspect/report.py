@@ -37,9 +37,8 @@ def describe_facts(facts: LaunchFacts | None) -> str:
     if facts is None:
         return "launch: not known"
     tokens = ", ".join(map(str, facts.num_tokens))
-    return (
-        f"launch: case {facts.case or '(no name)'}, to {Stage(facts.stage).name.lower()}, tokens of the ranks {tokens}"
-    )
+    stage = Stage(facts.stage).name.lower()
+    return f"launch: case {facts.case or '(no name)'}, up to stage {stage}, tokens of the ranks {tokens}"
 
 
 def describe_dumps(places: Sequence[Path]) -> list[str]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from harness.hang import announce_fault
 from harness.spec import DEVICE_WAIT_S
 from megamoe import (
     DebugWindow,
@@ -24,7 +25,9 @@ from megamoe import (
     launch_mega_moe,
 )
 from megamoe.inspect import describe_counters
+from megamoe.inspect.dump import LaunchFacts
 from megamoe.reference import RankInputs
+from phases.support.dumps import ViewDumps, answer_for, note_launch
 from phases.support.inputs import Tokens, make_weights
 from phases.support.ranks import Ranks
 
@@ -104,6 +107,19 @@ class Launch:
     def windows(self) -> Mapping[int, DebugWindow]:
         return self.options.windows or {}
 
+    def facts(self, case: str, target: str, num_tokens: Sequence[int], bounds: Mapping[str, str]) -> LaunchFacts:
+        """For a dump: what was asked of this launch. ``bounds`` by view, against the oracle."""
+        return LaunchFacts(
+            num_tokens=tuple(num_tokens),
+            stage=int(self.stage),
+            case=case,
+            target=target,
+            windows={rank: (window.row_block, window.column_block) for rank, window in self.windows.items()},
+            activation_clamp=self.options.activation_clamp,
+            weights_kind=self.options.weights_kind,
+            bounds=bounds,
+        )
+
 
 @dataclass
 class Launcher:
@@ -111,6 +127,9 @@ class Launcher:
 
     ranks: Ranks
     max_ctas: int | None = None
+    case: str = ""
+    """The case variant that launches, for whoever finds it hanging."""
+    dumps: ViewDumps = field(default_factory=ViewDumps)
     _buffers: dict[MegaMoEConfig, SymmBuffer | VirtualSymmBuffer] = field(default_factory=dict)
     _weights: dict[tuple[object, ...], tuple[L1Weights, L2Weights]] = field(default_factory=dict)
 
@@ -160,6 +179,7 @@ class Launcher:
 
     def fill(self, launch: Launch, tokens: Sequence[Tokens]) -> None:
         """Put other tokens and poison into the tensors of a launch. Not while it is under way."""
+        note_launch(launch.config, launch.facts(self.case, self.ranks.target, [t.num_tokens for t in tokens], {}))
         for rank, buffer in launch.buffers.items():
             poison(buffer)
             given = tokens[rank]
@@ -211,6 +231,7 @@ def open_buffer(ranks: Ranks, config: MegaMoEConfig, max_ctas: int | None = None
     )
     if opened.config != config:
         raise ValueError(f"the buffer's config is {opened.config}, expected {config}: is MEGAMOE_CONFIG set?")
+    answer_for(opened.ranks if isinstance(opened, VirtualSymmBuffer) else [opened])
     return opened
 
 
@@ -233,6 +254,8 @@ def wait(buffers: Iterable[SymmBuffer]) -> None:
             print(f"rank {buffer.rank}: {fault}", flush=True)
     if first is None:
         return
+    if first.aborted_epoch:
+        announce_fault(str(first))
     for buffer in opened:
         print(describe_counters(buffer), flush=True)
     raise first

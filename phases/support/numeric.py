@@ -129,6 +129,23 @@ def compare_views(
             checks.require(
                 bool((unwritten == -1).all()), f"rank {rank}: combine was written in a slot that no route names"
             )
+    save_views(phase, checks, launch, work)
+
+
+def save_views(phase: Phase, checks: CaseChecks, launch: Launch, work: Workload) -> None:
+    """Leave the views of every rank for `megamoe diff` when a comparison failed on any. Collective."""
+    launcher = phase.launcher
+    if not launcher.dumps.may_save:
+        return
+    failed = any(phase.ranks.gather(bool(checks.failures)))
+    if not launcher.dumps.wants(failed):
+        return
+    bounds = {view: spec.bounds(work.kinds).get(ORACLE, "") for view, spec in phase.views.items()}
+    facts = launch.facts(checks.name, phase.ranks.target, [given.num_tokens for given in launch.inputs], bounds)
+    weights = {rank: launcher.weights(launch.config, rank, launch.options.weights_kind) for rank in launch.buffers}
+    saved = launcher.dumps.save(facts, launch.buffers, launch.y, weights)
+    if failed:
+        checks.dumps += saved
 
 
 @dataclass(frozen=True)

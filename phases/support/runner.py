@@ -180,6 +180,7 @@ def _run_variant(phase: Phase, variant: Variant, record: Record, tally: _Tally) 
     assert variant.body is not None
     started = time.monotonic()
     checks = CaseChecks(variant.name, phase.worst_seen)
+    phase.launcher.case = variant.name
     usable = True
     try:
         variant.body(phase, checks)
