@@ -123,7 +123,7 @@ class NodeProject:
         (self.root / "nodes.yaml").write_text(yaml.safe_dump({"gpu1": node | self.fields | fields}))
 
     def environment(self) -> dict[str, str]:
-        return {**self.project.environment(), "PYTHONPATH": str(self.root), "PYTHONDONTWRITEBYTECODE": "1"}
+        return {**self.project.environment(), "PYTHONPATH": str(self.root)}
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
@@ -166,7 +166,7 @@ class NodeProject:
 def make_node_project(root: Path, sshd: Sshd, folder: Path) -> NodeProject:
     project = Project(root)
     for path in (REPOSITORY / "harness").rglob("*"):
-        if path.is_file() and "__pycache__" not in path.parts:
+        if path.suffix in (".py", ".pyc", ".j2"):  # not what another test's interpreter is just writing
             target = root / "harness" / path.relative_to(REPOSITORY / "harness")
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(path, target)
