@@ -174,4 +174,7 @@ def keep_passes(plan: Plan, request: Request, keys: StepKeys, earlier: EarlierSt
             if why_not:
                 notes.append(f"{step.name} is run again: {why_not}")
         steps.append(step)
+    anew = [step.name for step in steps if step.is_gate and not step.skip_reason and not step.kept_from]
+    if anew:
+        notes.append(f"gates that run: {', '.join(anew)}; no earlier pass has the same sources, toolchain and machine")
     return dataclasses.replace(plan, steps=tuple(steps)), tuple(notes)

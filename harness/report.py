@@ -23,6 +23,8 @@ _SHORT_LOG = (30, 1 << 13)
 _FIGURES_SHOWN = 40
 _WORDS_SHOWN = 400
 _PICTURE_EDGE = 160
+_ALLOWED = {"bound": "the bound", "norm": "the mean that the norm allows"}
+_MEASURES = {"norm": "; a norm: parts may be beyond it", "differ": "; colours count elements that differ"}
 
 
 @dataclass(frozen=True)
@@ -120,18 +122,17 @@ def _error_map(found: Mapping[str, Any] | None) -> ErrorMap | None:
     cells, unit = found["cells"], str(found["unit"])
     height, width = len(cells), len(cells[0])
     size = f"{found['rows']} rows × {found['columns']} columns"
-    measure = "elements that differ" if unit == "differ" else "1 is the bound"
-    about = f"case {found.get('case')}, rank {found.get('rank')}, against {found.get('against')}; {size}; {measure}"
+    where = f"case {found.get('case')}, rank {found.get('rank')}, against {found.get('against')}"
     worst = []
     for item in found["worst"]:
-        error = "" if unit == "differ" else f", {_times(number_of(item.get('error')))} the bound"
+        error = f", {_times(number_of(item.get('error')))} {_ALLOWED[unit]}" if unit in _ALLOWED else ""
         worst.append(f"{item['where']}: got {item.get('got')}, expected {item.get('expected')}{error}")
     scale = max(1, _PICTURE_EDGE // max(width, height))
     return ErrorMap(
         picture=map_picture(cells, unit),
         width=width * scale,
         height=height * scale,
-        about=about,
+        about=f"{where}; {size}{_MEASURES.get(unit, '')}",
         worst=tuple(printable(text)[:_WORDS_SHOWN] for text in worst),
     )
 

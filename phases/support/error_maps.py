@@ -19,6 +19,8 @@ MAX_WORST = 5
 BEYOND_ALL = 1e6
 """Stands for everything larger, and for a NaN or inf that only one side has."""
 
+_UNITS = {Measure.BITS: "differ", Measure.NORM: "norm"}
+
 Where = Callable[[tuple[int, ...]], str]
 """The place of an element in words, from its index in what is compared."""
 
@@ -57,9 +59,10 @@ def error_map(bound: str, actual: Tensor, expected: Tensor, magnitude: Tensor | 
 
     Returns:
         rows, columns: of what was compared; leading dimensions count as rows, one dimension as one column.
-        unit: ``bound`` (1 is the bound) or ``differ`` (elements whose bits differ, for exact comparisons).
-        cells: lists of at most 32 numbers, at most 32 of them: the largest error in a cell (for norms the root of the
-            mean square in the cell, for exact comparisons the number of elements that differ).
+        unit: ``bound`` (1 is the bound of each element), ``norm`` (1 is what the norm of a row, or of the whole, allows
+            on average) or ``differ`` (elements whose bits differ, for exact comparisons).
+        cells: lists of at most 32 numbers, at most 32 of them: the largest error in a cell (``norm``: the root of the
+            mean square in the cell; ``differ``: the number of elements that do).
         worst: at most 5 elements, the worst first: where, got, expected, error.
     """
     chosen = BOUNDS[bound]
@@ -70,7 +73,7 @@ def error_map(bound: str, actual: Tensor, expected: Tensor, magnitude: Tensor | 
     return {
         "rows": flat.shape[0],
         "columns": num_columns,
-        "unit": "differ" if chosen.measure is Measure.BITS else "bound",
+        "unit": _UNITS.get(chosen.measure, "bound"),
         "cells": _cells(chosen, flat),
         "worst": _worst(errors, actual, expected, where),
     }
@@ -102,9 +105,11 @@ def _errors(bound: Bound, actual: Tensor, expected: Tensor, magnitude: Tensor | 
             steps = (e4m3_ordinals(actual) - e4m3_ordinals(expected)).abs().to(torch.float64) / bound.limit
             errors = torch.where(difference <= bound.near, steps.clamp(max=1.0), steps)
         case Measure.NORM:
-            limit = bound.limit if bound.row_limit is None else bound.row_limit
-            finite = want.masked_fill(special, 0.0)
-            errors = difference / (limit * finite.square().mean(dim=-1, keepdim=True).sqrt())
+            squares = want.masked_fill(special, 0.0).square()
+            if bound.row_limit is None:
+                errors = difference / (bound.limit * squares.mean().sqrt())
+            else:
+                errors = difference / (bound.row_limit * squares.mean(dim=-1, keepdim=True).sqrt())
     errors = errors.masked_fill(difference == 0, 0.0).masked_fill(special & agree, 0.0)
     return errors.masked_fill(special & ~agree, BEYOND_ALL).nan_to_num(BEYOND_ALL).clamp(max=BEYOND_ALL)
 
