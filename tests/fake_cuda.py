@@ -82,13 +82,13 @@ class FakeGpus:
     """What was done, and the state of the stand-ins.
 
     Attributes:
-        kernels: (GPU, ranks, granularity, bring-up) that were loaded.
+        kernels: (GPU, ranks, granularity, bring-up, fast) that were loaded.
         grids: (GPU, ranks, CTAs) of every grid that was started, captured or not.
         capturing: the graph that captures, if one does.
         stream: what the current stream is said to be.
     """
 
-    kernels: list[tuple[int, int, int, bool]] = field(default_factory=list)
+    kernels: list[tuple[int, int, int, bool, bool]] = field(default_factory=list)
     grids: list[tuple[int, tuple[int, ...], int]] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     capturing: FakeGraph | None = None
@@ -201,10 +201,8 @@ def replacements(gpus: FakeGpus) -> list[tuple[object, str, object]]:
         gpus.copies.append((address, len(data)))
         ctypes.memmove(address, data, len(data))
 
-    def fused_kernel(
-        device: int, ranks_here: int, l2_sf_granularity: int, bring_up: bool, fast: bool = False
-    ) -> FakeKernel:
-        gpus.kernels.append((device, ranks_here, l2_sf_granularity, bring_up))
+    def fused_kernel(device: int, ranks_here: int, l2_sf_granularity: int, bring_up: bool, fast: bool) -> FakeKernel:
+        gpus.kernels.append((device, ranks_here, l2_sf_granularity, bring_up, fast))
         return FakeKernel(gpus, device)
 
     @contextmanager

@@ -8,7 +8,7 @@ import pytest
 import torch
 import yaml
 
-from megamoe import MegaMoEConfig
+from megamoe import MegaMoEConfig, VirtualGroup
 from megamoe.config import Stage
 from megamoe.reference import squares
 from phases.support.checks import CaseChecks, view_lines
@@ -24,7 +24,7 @@ from phases.support.inputs import (
     split,
 )
 from phases.support.launches import as_bits
-from phases.support.ranks import open_ranks
+from phases.support.ranks import Ranks, open_ranks
 from phases.support.view_specs import load_views
 from phases.support.workloads import numeric_cases
 
@@ -216,6 +216,20 @@ def test_numeric_cases_hold_what_numerics_asks_for(num_ranks: int, stage: Stage)
     if stage is Stage.COMBINE:
         heights = {(work.config.block_m, work.config.l2_sf_granularity) for work in cases["tiles"]}
         assert heights == {(m, g) for m in (32, 64, 128) for g in (64, 128)}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 8])
+def test_a_gpu_has_the_shapes_and_counts_that_were_asked_for(num_ranks: int) -> None:
+    ranks = Ranks("virtual", "sm90", num_ranks, tuple(range(num_ranks)), VirtualGroup(num_ranks), 0)
+    cases = numeric_cases(ranks, Stage.COMBINE)
+    shapes = {
+        name: {(work.config.hidden, work.config.intermediate_hidden) for work in cases[name]}
+        for name in ("tiles", "accumulate_fast")
+    }
+    assert shapes == {"tiles": {(640, 384), (1024, 256), (7168, 2048)}, "accumulate_fast": {(7168, 2048), (640, 384)}}
+    counts = [work.tokens for work in cases["token_counts"]]
+    assert {0, 1, 8, 48, 192, 1000} <= {tokens for of_ranks in counts for tokens in of_ranks}
+    assert num_ranks == 1 or any(1000 in of_ranks and len(set(of_ranks)) > 1 for of_ranks in counts)
 
 
 # --- coverage and lines ----------------------------------------------------------------------------------------------

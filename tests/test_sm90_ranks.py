@@ -71,15 +71,18 @@ def test_ranks_of_a_gpu_start_as_one_grid(gpus: FakeGpus) -> None:
         opened(4, 3)
 
 
-def test_kernels_are_loaded_before_the_first_launch(gpus: FakeGpus) -> None:
-    buffers = opened(2)
-    assert set(gpus.kernels) == {(0, 2, 128, False), (0, 2, 128, True)}
+@pytest.mark.parametrize("accumulate", ["fp32", "fast"])
+def test_kernels_are_loaded_before_the_first_launch(accumulate: str, gpus: FakeGpus) -> None:
+    fast = accumulate == "fast"
+    buffers = opened(2, accumulate=accumulate)
+    production, bring_up = (0, 2, 128, False, fast), (0, 2, 128, True, fast)
+    assert set(gpus.kernels) == {production, bring_up}
     weights = weights_of(buffers)
     gpus.kernels.clear()
     run(buffers, weights, tokens_of(buffers, "kernels", 4, 4))
     run(buffers, weights, tokens_of(buffers, "kernels", 4, 4), stage=megamoe.Stage.DISPATCH)
     run(buffers, weights, tokens_of(buffers, "kernels", 4, 4), debug=megamoe.DebugWindow())
-    assert gpus.kernels == [(0, 2, 128, False), (0, 2, 128, True), (0, 2, 128, True)]
+    assert gpus.kernels == [production, bring_up, bring_up]
 
 
 def test_maps_are_made_once_for_each_pair_of_weights_and_kept(gpus: FakeGpus) -> None:
