@@ -11,6 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from harness.display import count_words, phase_line, printable
 from harness.earlier import EarlierRun, read_run, step_name
+from harness.hang import HANG_FOLDER, SUMMARY_TEXT
 from harness.jsonlines import read_sound_lines
 from harness.pictures import legend_picture, map_picture
 from harness.results import FAILING, RESULTS_FILE, STATUSES, log_tails
@@ -175,12 +176,17 @@ def _phase_views(lines: Sequence[Mapping[str, Any]]) -> tuple[ViewRow, ...]:
 
 
 def _logs(run_folder: Path, line: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
-    """From the step's folder, which lies elsewhere where the run came from another machine; else what the line has."""
+    """What explains a hang, and logs: from the step's folder, which lies elsewhere where the run came from another
+    machine; else what the line has."""
     folder = Path(str(line.get("folder") or run_folder / step_name(line)))
     if not folder.is_dir():
         folder = run_folder / step_name(line)
     lines, size = _LONG_LOG if line.get("status") in FAILING else _SHORT_LOG
     found = log_tails(folder, max_lines=lines, max_bytes=size) or line.get("log_tails") or {}
+    explained = folder / HANG_FOLDER / SUMMARY_TEXT
+    if explained.is_file():
+        with explained.open("rb") as file:
+            found = {f"{HANG_FOLDER}/{SUMMARY_TEXT}": file.read(_LONG_LOG[1]).decode(errors="replace"), **found}
     return tuple((str(name), printable(str(text))) for name, text in found.items())
 
 
