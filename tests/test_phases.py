@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -175,8 +176,8 @@ def test_a_wrong_weight_of_a_route_fails_in_phase_2(
     _broken(monkeypatch, change)
     assert run_here(2, "--cases", "normal", "--ranks", "2") == 1
     out = capsys.readouterr().out
-    assert "topk_weights against oracle: exact: 1 of" in out
-    assert "l1_topk_weights against oracle: exact: " in out
+    assert re.search(r"rank 0: topk_weights against oracle, worst at rank 0, token 0, .*: exact: 1 of", out)
+    assert re.search(r"l1_topk_weights against oracle, worst at .*: exact: ", out)
     assert "l1_acts against" not in out
 
 
@@ -201,7 +202,7 @@ def test_a_y_that_is_nearly_right_fails_bit_for_bit(
     monkeypatch.setattr(launches.Launcher, "queue", remember)
     assert run_here(6, "--cases", "one_expert", "--ranks", "2") == 1
     out = capsys.readouterr().out
-    assert "y against own_partials: exact: 1 of" in out
+    assert re.search(r"rank 0: y against own_partials, worst at rank 0, token 0, .*: exact: 1 of", out)
     assert "y against oracle" not in out  # one bit is within that bound
 
 
@@ -227,9 +228,9 @@ def test_on_a_gpu_the_norm_of_y_is_over_all_ranks(
     monkeypatch.setattr(runner, "load_views", lambda folder, target: load_views(folder, "sm90"))
     assert run_here(6, "--cases", "one_expert", "--ranks", "2") == 1
     out = capsys.readouterr().out
-    assert "rank 0: y against own_partials: exact" in out  # which is what the failure is about with 1 %
-    assert ("rank 0: y against oracle: y_all_ranks" in out) == seen
-    assert ("rank 1: y against oracle: y_all_ranks" in out) == seen
+    assert "rank 0: y against own_partials" in out  # which is what the failure is about with 1 %
+    for rank in (0, 1):
+        assert bool(re.search(rf"rank {rank}: y against oracle.*: y_all_ranks: ", out)) == seen
 
 
 def test_views_that_nobody_writes_fail(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
