@@ -305,7 +305,10 @@ def _serve(folder: Path, job: Mapping[str, Any], line: Line) -> None:
             elif message["kind"] == "verify":
                 _verify(folder, message["manifest"], line)
             elif message["kind"] == "run" and lock.is_held:
-                RemoteRun(folder, line, lock, message).watch()
+                run = RemoteRun(folder, line, lock, message)
+                run.watch()
+                if run.owner_lost is not None:  # a line that is silent may stay open for long
+                    return
 
 
 def main(job: Mapping[str, Any]) -> int:

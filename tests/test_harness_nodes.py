@@ -218,7 +218,7 @@ def test_broken_connection(node: NodeProject, victim: str) -> None:
     agent = node.root / "harness" / "remote_agent.py"
     agent.write_text(agent.read_text().replace("OWNER_SILENCE_S = 20.0", "OWNER_SILENCE_S = 3.0"))
     client = node.root / "harness" / "remote.py"
-    client.write_text(client.read_text().replace("SILENCE_S = 30.0", "SILENCE_S = 4.0"))
+    client.write_text(client.read_text().replace("SILENCE_S = 30.0", "SILENCE_S = 8.0"))
     node.project.phase(1, HANGS)
     node.project.phase(2, PASSING)
     with node.start_run("--seconds", "6" if victim == "ssh client" else "4") as caller:
