@@ -42,7 +42,8 @@ TIME_SHARE = 0.8  # of what is left until the kill
 DUMPS_SHARE = 0.5  # of the bundle's time: when it has passed no further buffer is saved
 STACKS_WAIT_S = 0.5
 DEVICE_WAIT_SHARE = 0.4
-NATIVE_SECONDS = 3.0
+NATIVE_SECONDS = 3.0  # of one process
+NATIVE_SHARE = 0.8
 FAULT_WAIT_S = 3.0
 LOG_LINES = 30
 LOG_BYTES = 1 << 16
@@ -332,10 +333,10 @@ class _Writer:
         program = shutil.which("py-spy", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
         if program is None:
             return "py-spy is not installed (pip install py-spy)"
-        seconds = min(NATIVE_SECONDS, self.left())
+        seconds = min(NATIVE_SECONDS, self.left(NATIVE_SHARE))
         if seconds <= 0:
             return "the time was over"
-        command = [program, "dump", "--native", "--nonblocking", "--pid", str(key.pid)]
+        command = [program, "dump", "--native", "--pid", str(key.pid)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=seconds)
         except subprocess.TimeoutExpired:

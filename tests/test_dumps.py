@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -127,6 +130,28 @@ def test_two_runs_differ_where_a_weight_does(tmp_path: Path, monkeypatch: pytest
     assert re.search(r"l1_accum_debug +DIFFERS FIRST: \d+ of \d+ elements, on ranks 1", text)  # who has the expert
     assert re.search(r"first at rank 1, expert 7, pool block 2 row 0 = rank 0 token 18 slot 2, column \d+: ", text)
     assert "0 are gate's" in text
+
+
+def test_every_process_of_a_failing_step_saves_its_rank(tmp_path: Path) -> None:
+    """Only rank 1 has the expert and fails, by a deliberate fault of the protocol; what rank 0 sent is needed too."""
+    step = ["--phases", "4", "--target", "host", "--ranks", "2", "--groups", "process", "--cases", "one_expert"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "harness", "run", *step, "--no-gates", "--runs-dir", str(tmp_path)],
+        env={**os.environ, "MEGAMOE_HOST_OPTIONS": "-DMEGAMOE_MUTATION=mask_bit_missing", "COLUMNS": "200"},
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    place = saved_below(tmp_path)
+    assert f"python -m megamoe.cli diff {place} --oracle" in ended.stdout
+    assert len(list(place.iterdir())) == 2
+    code, text = call("diff", str(place), "--oracle")
+    assert code == 1, text
+    assert re.search(r"l2_acts +equal", text)
+    assert re.search(r"l2_arrival_mask +DIFFERS FIRST: 3 of \d+ elements, on ranks 1", text)
+    assert re.search(r"first at rank 1, expert 7, pool block 0, column 0: got 2, expected 3", text)
 
 
 # --- the files --------------------------------------------------------------------------------------------------------
@@ -347,4 +372,6 @@ def test_a_launch_is_noted_for_who_explains_it(
     assert (dump.facts.case, dump.facts.num_tokens) == ("a case", (8, 8))
     code, text = call("diff", str(tmp_path / HANG_FOLDER), "--oracle")
     assert code == 0, text
-    assert re.search(r"l1_acts +equal: [1-9]", text)
+    assert re.search(r"l2_acts +equal: [1-9]", text)
+    assert re.search(r"combine +equal: [1-9]", text)
+    assert re.search(r"y +not compared: the dumps do not hold it", text)

@@ -93,6 +93,24 @@ def test_ranks_that_end_in_order_need_no_bundle(tmp_path: Path) -> None:
     assert "no rank holds a buffer" in (tmp_path / HANG_FOLDER / "summary.txt").read_text()
 
 
+@pytest.mark.parametrize(
+    ("script", "told"),
+    [("echo frames: $@", f"frames: dump --native --pid {os.getpid()}"), ("exec sleep 1000", "py-spy took longer than")],
+    ids=["answers", "hangs"],
+)
+def test_native_stacks_by_py_spy(script: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a program of that name: the real one is nothing that a test may rest on."""
+    program = tmp_path / "bin" / "py-spy"
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setattr("shutil.which", lambda name, path: str(program))
+    started = time.monotonic()
+    write_bundle(tmp_path, Trouble("a test", {0: processes.own_key()}, {}), 1.0)
+    assert time.monotonic() - started < 3
+    assert told in (tmp_path / HANG_FOLDER / "rank0.txt").read_text()
+
+
 def test_a_bundle_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing that writing it meets may keep the supervisor from the kill at the limit."""
     monkeypatch.setattr(hang, "write_bundle", lambda *_: time.sleep(1000))

@@ -125,7 +125,13 @@ def describe_seen(seen: Counters, peers: Mapping[int, Image]) -> str:
     if seen.abort:
         lines.append(f"aborted in epoch {seen.abort}")
     lines += [f"fault: {fault.describe(image.config)}" for fault in seen.faults]
-    lines.append(_describe_routes(seen))
+    if seen.epoch:
+        lines += _describe_launch(seen, peers)
+    return "\n".join(line if number == 0 else "  " + line for number, line in enumerate(lines))
+
+
+def _describe_launch(seen: Counters, peers: Mapping[int, Image]) -> list[str]:
+    lines = [_describe_routes(seen)]
     lines.append(
         f"block table: ready, {len(seen.blocks)} pool blocks in use"
         if seen.has_table
@@ -135,8 +141,7 @@ def describe_seen(seen: Counters, peers: Mapping[int, Image]) -> str:
     if seen.has_table:
         lines += _describe_blocks(seen, peers)
         lines += _describe_experts(seen)
-    lines.append(_describe_done(seen))
-    return "\n".join(line if number == 0 else "  " + line for number, line in enumerate(lines))
+    return [*lines, _describe_done(seen)]
 
 
 def _listed(entries: Sequence[str]) -> str:

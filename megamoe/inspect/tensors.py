@@ -8,13 +8,13 @@ from torch import Tensor
 from megamoe.buffer import DTYPES
 from megamoe.inspect.dump import Extra
 from megamoe.inspect.image import Image
-from megamoe.layout import NUM_BANKS
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def region_tensor(image: Image, name: str) -> Tensor:
-    """A region as `SymmBuffer.view` shows it, copied; of a banked one the bank of the last launch that ended.
+    """A region as `SymmBuffer.view` shows it, copied; of a banked one the bank of the launch under way, else of the
+    last one.
 
     Raises:
         NotSaved: the image is a dump that does not hold the region.
@@ -22,7 +22,7 @@ def region_tensor(image: Image, name: str) -> Tensor:
     region = image.layout[name]
     flat = torch.frombuffer(bytearray(image.region_bytes(name)), dtype=torch.uint8).view(DTYPES[region.dtype])
     whole = flat.as_strided(region.shape, region.strides)
-    return whole[image.word("epoch") % NUM_BANKS] if region.banked else whole
+    return whole[image.bank] if region.banked else whole
 
 
 def as_extra(tensor: Tensor) -> Extra:
