@@ -184,8 +184,8 @@ class _Writer:
             buffers = OutsideBuffers([key.pid for key in self.alive.values()])
             self._describe(buffers)
             self._save(buffers)
-        except ModuleNotFoundError as error:
-            self.notes.append(f"buffers not read: {error}")
+        except (ImportError, OSError, LookupError, ValueError) as error:  # the rest of the bundle is worth having
+            self.notes.append(f"buffers not read, or not all: {type(error).__name__}: {error}")
         finally:
             _continue(holders)
 
@@ -393,10 +393,9 @@ def read_launch_facts(folder: Path, config: MegaMoEConfig) -> LaunchFacts | None
     """What the ranks' last launch of a config was asked to do; None where they did not say."""
     from megamoe.inspect.dump import LaunchFacts
 
-    for path in sorted(
-        folder.glob(launch_file(Path(), 0).name.replace("0", "*")), key=lambda path: path.stat().st_mtime
-    ):
-        said = json.loads(path.read_text())
-        if said["config"] == dataclasses.asdict(config):
-            return LaunchFacts.parse(said["facts"])
+    for path in folder.glob(launch_file(Path(), 0).name.replace("0", "*")):
+        with suppress(OSError, LookupError, TypeError, ValueError):  # what a script wrote may be anything
+            said = json.loads(path.read_text())
+            if said["config"] == dataclasses.asdict(config):
+                return LaunchFacts.parse(said["facts"])
     return None

@@ -206,6 +206,15 @@ def test_the_first_wrong_view_is_not_the_last_one_made(launcher: Launcher, tmp_p
     assert "got/expected from 1.5 to 1.5" in text
 
 
+def test_counts_of_routes_are_told_with_their_epoch(launcher: Launcher, tmp_path: Path) -> None:
+    launch = _launch(launcher)
+    launch.buffers[0].expert_recv_count_sum.view(torch.int64)[1] = 7  # of no epoch
+    for rank, buffer in launch.buffers.items():
+        write_dump(tmp_path / f"rank{rank}-saved.dump", image_of(buffer), launch.facts("test", "host", (8, 8), {}))
+    text = call("diff", str(tmp_path), "--oracle")[1]
+    assert re.search(r"first at rank 0, expert 1: got 7 routes of epoch 0, expected \d+ routes of epoch 1", text)
+
+
 def test_large_regions_are_left_out_and_named(
     launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -104,6 +104,14 @@ def values_of(tensor: Tensor) -> Tensor:
     return tensor.view(torch.int64).double() if tensor.dtype == torch.uint64 else tensor.double()
 
 
+def number_words(view: str, value: Tensor) -> str:
+    """One element of a view."""
+    if view == "expert_recv_count_sum":
+        word = int(value.view(torch.int64))
+        return f"{word & 0xFFFFFFFF} routes of epoch {word >> 32}"
+    return f"{values_of(value).item():g}"
+
+
 def extent(wrong: Tensor, first_column: int = 0) -> str:
     """How far wrong elements reach, in words.
 

@@ -12,7 +12,15 @@ from torch import Tensor
 
 from megamoe import DebugWindow, L1Weights, L2Weights, Stage, SymmBuffer
 from megamoe.config import ACCUM_DEBUG_EDGE
-from megamoe.inspect.diff import VIEW_STAGES, ViewDifference, extent, gate_and_up_words, last_stage, values_of
+from megamoe.inspect.diff import (
+    VIEW_STAGES,
+    ViewDifference,
+    extent,
+    gate_and_up_words,
+    last_stage,
+    number_words,
+    values_of,
+)
 from megamoe.inspect.dump import Dump, LaunchFacts
 from megamoe.inspect.image import NotSaved
 from megamoe.inspect.tensors import extra_tensor, region_tensor
@@ -208,7 +216,8 @@ def _judge(
         spots["worst"] = (*worst, column)
     for name, index in spots.items():
         at = tuple(int(i) for i in index)
-        lines.append(f"{name} at {where(at)}: got {got[at].item():g}, expected {want[at].item():g}")
+        found, wanted = (number_words(view, side[at]) for side in (actual, expected.values))
+        lines.append(f"{name} at {where(at)}: got {found}, expected {wanted}")
     if bool(wrong.any()):
         window = oracle.launch.windows[oracle.rank] if view == "l1_accum_debug" else None
         first_column = window.column_block * ACCUM_DEBUG_EDGE if window is not None else 0
