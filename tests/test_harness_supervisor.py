@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from harness import processes
+from harness.hang import Trouble
 from harness.holdings import FileKey, memfd_holders
 from harness.outcome import Outcome, read_outcome
 from harness.rank import exit_file, pid_file
