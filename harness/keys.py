@@ -125,7 +125,7 @@ class StepKeys:
 
 @dataclass(frozen=True)
 class EarlierSteps:
-    """Every step that runs below one folder have run, by key. Steps that were kept there were not run there."""
+    """Every step that runs below one folder have run, by key. Steps that were kept there have none."""
 
     runs_folder: Path
 
@@ -136,7 +136,7 @@ class EarlierSteps:
         for path in sorted(self.runs_folder.glob(f"*/{RESULTS_FILE}"), key=lambda path: run_order(path.parent.name)):
             for line in read_sound_lines(path):
                 key = line.get("key")
-                if line.get("kind") == "step" and isinstance(key, str) and key and not line.get("kept_from"):
+                if line.get("kind") == "step" and isinstance(key, str) and key:
                     found.setdefault(key, []).append((path.parent.name, str(line.get("status"))))
         return found
 

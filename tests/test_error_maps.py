@@ -150,14 +150,14 @@ def test_a_failure_says_where_and_its_map_comes_into_the_results(tmp_path: Path)
     """From the comparison over the record to the step's figures: the worst rank of the worst case."""
     seen = WorstSeen()
     lines = []
-    for case, wrong in (("small[a]", 1), ("small[b]", 5)):
+    for case, wrong in (("small[a]", 1), ("small[b]", 3)):
         checks = CaseChecks(case, seen)
         for rank in (0, 1):
             expected = torch.zeros(8, 4, dtype=torch.int64)
             actual = expected.clone()
-            actual[: wrong * rank, 3] = 9
+            actual[: wrong * (rank + 1), 3] = 9 * (rank + 1)
             checks.compare("x", "exact", actual, expected, rank=rank, where=lambda index: f"token {index[0]}")
-        assert checks.failures[0].startswith("rank 1: x against oracle, worst at token 0: exact: ")
+        assert checks.failures[1].startswith("rank 1: x against oracle, worst at token 0: exact: ")
         lines += [{"kind": "case", "case": case, "ok": False, "message": checks.failures[0]}]
         lines += view_lines(case, map(dataclasses.asdict, checks.views))
     lines += [{"kind": "end", "ok": False}]
@@ -166,10 +166,10 @@ def test_a_failure_says_where_and_its_map_comes_into_the_results(tmp_path: Path)
     spec = load_spec(Project(tmp_path).phase(1, PASSING))
     step = Step(spec, "host", 1, "single", None, 60.0, 1, is_gate=False)
     total = judge(step, Outcome("exited", exit_code=1), read_record(record)).views["x"]
-    assert total.wrong == 6
+    assert total.wrong == 12
     assert total.map is not None
     assert (total.map["case"], total.map["rank"], total.map["against"]) == ("small[a]", 1, "oracle")
-    assert total.map["worst"][0]["where"] == "token 0"
+    assert total.map["worst"][0] == {"where": "token 0", "got": "18.0", "expected": "0.0", "error": 1.0}
 
 
 @pytest.mark.parametrize(

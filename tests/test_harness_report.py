@@ -39,6 +39,15 @@ finish(False)
 sys.exit(1)
 """
 
+# The first and the last pixel of the scale, as the browser has decoded them.
+PIXELS = """(() => {
+  const scale = document.images[0], canvas = document.createElement("canvas");
+  [canvas.width, canvas.height] = [scale.naturalWidth, 1];
+  const context = canvas.getContext("2d");
+  context.drawImage(scale, 0, 0);
+  return [0, canvas.width - 1].map(x => Array.from(context.getImageData(x, 0, 1, 1).data.slice(0, 3)));
+})()"""
+
 
 @pytest.fixture
 def project(tmp_path: Path) -> Project:
@@ -68,6 +77,7 @@ def test_report_in_a_browser(project: Project, tmp_path: Path) -> None:
         assert page.value("document.scripts.length") == 0
         assert page.value("document.images.length") == 7  # the scale; 2 phases; 4 steps
         assert page.value("Array.from(document.images).every(image => image.complete && image.naturalWidth > 0)")
+        assert page.value(PIXELS) == [list(colour(10**exponent, "bound")) for exponent in (-2.95, 2.95)]
         text = str(page.value("document.body.innerText"))
     assert (tmp_path / "report.png").stat().st_size > 50_000
     for words in [
