@@ -134,9 +134,9 @@ def _cells(bound: Bound, errors: Tensor) -> list[list[float]]:
 
 def _worst(errors: Tensor, actual: Tensor, expected: Tensor, where: Where) -> list[dict[str, Any]]:
     flat = errors.reshape(-1)
-    top = flat.topk(min(MAX_WORST, flat.numel()))
+    order = flat.argsort(descending=True, stable=True)[:MAX_WORST]  # of equals the first
     found = []
-    for error, position in zip(top.values.tolist(), top.indices.tolist(), strict=True):
+    for error, position in zip(flat[order].tolist(), order.tolist(), strict=True):
         if error == 0:
             break
         index = tuple(int(i) for i in torch.unravel_index(torch.tensor(position), errors.shape))
