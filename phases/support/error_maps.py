@@ -134,7 +134,10 @@ def _cells(bound: Bound, errors: Tensor) -> list[list[float]]:
 
 def _worst(errors: Tensor, actual: Tensor, expected: Tensor, where: Where) -> list[dict[str, Any]]:
     flat = errors.reshape(-1)
-    order = flat.argsort(descending=True, stable=True)[:MAX_WORST]  # of equals the first
+    num_worst = min(MAX_WORST, flat.numel())
+    least = flat.topk(num_worst).values[-1]
+    candidates = torch.cat([(flat > least).nonzero(), (flat == least).nonzero()[:num_worst]]).squeeze(1).sort().values
+    order = candidates[flat[candidates].argsort(descending=True, stable=True)][:num_worst]  # of equals the first
     found = []
     for error, position in zip(flat[order].tolist(), order.tolist(), strict=True):
         if error == 0:
