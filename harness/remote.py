@@ -357,6 +357,8 @@ def run_on_node(node: Node, arguments: Sequence[str], root: Path, runs_folder: P
     Returns the exit code of that call; 1 when the line broke, or something went wrong after the run had begun. Results
     come to ``runs_folder``/<time of the node>. Raises NodeError when nothing was run.
     """
+    for number in (signal.SIGTERM, signal.SIGHUP):  # until there is a run to stop: end like Ctrl-C, tidily
+        signal.signal(number, signal.default_int_handler)
     probe(node, create=True)
     with Session(node) as session:
         hello = session.greet()

@@ -212,6 +212,23 @@ def test_stop_from_here(node: NodeProject) -> None:
     assert (state["state"], state["ended_by"]) == ("ended", "a stop from outside")
 
 
+def test_stop_while_copying(node: NodeProject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing has begun there, and nothing stays here."""
+    stand_in(tmp_path / "bin", "rsync", f"touch {tmp_path}/copying; exec sleep 100")
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    with node.start_run() as caller:
+        wait_for((tmp_path / "copying").exists, 20)
+        caller.send_signal(signal.SIGTERM)
+        output, _ = caller.communicate(timeout=10)
+    assert caller.returncode != 0
+    assert "Traceback" not in output
+    assert list((tmp_path / "tmp").iterdir()) == []
+    wait_for(lambda: not node.processes_on_node(), 5)
+    assert list((node.folder / "runs").iterdir()) == []
+
+
 @pytest.mark.parametrize("victim", ["ssh client", "harness here", "ssh client stops"])
 def test_broken_connection(node: NodeProject, victim: str) -> None:
     """The step that runs is the last and keeps its limit; then nothing runs there, and fetch gets the results."""
