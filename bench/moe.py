@@ -23,7 +23,7 @@ from bench.builds import timed_build
 from bench.floors import Floor, Load, Machine, floor, mean_load, measure_load
 from bench.fused import OPTIONS_VARIABLE, FusedContender, FusedLayer
 from bench.inputs import InputSet, NaturalWeights, draw_inputs, random_weights
-from bench.peers import DeepGemm, find_deep_gemm, peer_name
+from bench.peers import ERRORS, DeepGemm, find_deep_gemm, peer_name
 from bench.report import HEADER, Row, compact_table, draw_roofline, figures, format_row, write_json
 from bench.routes import ROUTINGS
 from bench.shapes import SHAPES, Shape
@@ -255,11 +255,17 @@ class Bench:
                 absent.append(Absent("nccl+scaled_grouped_mm", TorchBaseline.accumulate, TorchBaseline.combine, reason))
         if "deep_gemm" in options.beside:
             module, reason = find_deep_gemm(world)
-            if world.largest([float(module is None)])[0]:
-                reason = reason or "another rank cannot import it"
+            peer: DeepGemm | None = None
+            if module is not None:
+                try:
+                    peer = DeepGemm(module, world, shape, options.experts_per_rank, weights)
+                except ERRORS as error:
+                    reason = f"FAILED: {type(error).__name__}: {str(error)[:300]}"
+            if world.largest([float(peer is None)])[0]:
+                reason = reason or "it cannot run on another rank"
                 absent.append(Absent(peer_name(), DeepGemm.accumulate, DeepGemm.combine, reason))
-            else:
-                present.append(DeepGemm(module, world, shape, options.experts_per_rank, weights))
+            elif peer is not None:
+                present.append(peer)
 
     def _point(
         self, shape: Shape, routing: str, tokens: int, present: Sequence[Layer], absent: Sequence[Absent]
@@ -299,7 +305,7 @@ class Bench:
                 contender.check()
                 answer = contender.answer()
                 worst = max(_difference(y, None if first is None else first[rank]) for rank, y in answer.items())
-            except (RuntimeError, TypeError) as error:  # a MegaMoEFault is one too: the others are timed all the same
+            except ERRORS as error:  # a MegaMoEFault is a RuntimeError too: the others are timed all the same
                 failure, worst = f"FAILED: {type(error).__name__}: {str(error)[:300]}", float("inf")
             worst = self.world.largest([worst])[0]
             if failure is None and worst == float("inf"):

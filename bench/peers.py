@@ -14,6 +14,8 @@ from bench.inputs import InputSet, NaturalWeights
 from bench.shapes import Shape
 from bench.world import World
 
+ERRORS = (RuntimeError, TypeError, ValueError, AssertionError, AttributeError, OSError)
+"""What code of others raises where it cannot run here; the rows of the rest are wanted all the same."""
 NEEDED = ("fp8_mega_moe", "get_symm_buffer_for_sm90_mega_moe", "transform_weights_for_mega_moe_sm90")
 
 
@@ -33,7 +35,7 @@ def find_deep_gemm(world: World) -> tuple[Any, str | None]:
         return None, "its buffers need a process group (torchrun, also for one rank)"
     try:
         module = importlib.import_module("deep_gemm")
-    except (ImportError, OSError, RuntimeError, AssertionError, AttributeError) as error:
+    except (ImportError, *ERRORS) as error:
         return None, f"import deep_gemm: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     missing = [name for name in NEEDED if not hasattr(module, name)]
     if missing:

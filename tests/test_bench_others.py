@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import baseline, peers
+from bench import baseline, moe, peers
 from bench.builds import build_variants
 from bench.inputs import draw_inputs, random_weights
 from tests.bench_worlds import CPU, SMALL, HostWorld, baseline_error, grouped_on_cpu
@@ -112,6 +112,25 @@ def test_deep_gemm_is_driven_by_its_api(monkeypatch: pytest.MonkeyPatch) -> None
         assert torch.equal(peer.answer()[0].float(), sets[1].tokens[0].x.float())
     peer.close()
     assert calls == ["buffer 4 3 2 256 128", "call", "destroy", "buffer 4 9 2 256 128", "call", "destroy"]
+
+
+def test_a_deep_gemm_that_cannot_take_the_weights_is_a_skipped_row(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuse(l1: object, l2: object) -> None:
+        raise AssertionError("unsupported architecture")
+
+    module = _fake_deep_gemm([])
+    module.transform_weights_for_mega_moe_sm90 = refuse  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "deep_gemm", module)
+    monkeypatch.setattr(moe, "Timer", lambda world: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "no GPU")
+    bench = moe.Bench(moe.parse(["--beside", "deep_gemm", "--out", str(tmp_path)]), ProcessLike(1))
+    present: list[moe.Layer] = []
+    absent: list[moe.Absent] = []
+    bench._add_others(SMALL, {0: random_weights(SMALL, 32, CPU, seed=1)}, present, absent)
+    assert present == []
+    assert [one.reason for one in absent] == ["FAILED: AssertionError: unsupported architecture"]
 
 
 def test_why_there_is_no_deep_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
