@@ -6,7 +6,6 @@
 //   scratch()                    kRoutesPerChunk words that the whole team reads and writes
 //   take_places(ids, n, places, m)  one after the other, ids[i] becomes places[ids[i]]++ (ids are in scratch; kNoPlace stays);
 //                               places may or may not have moved afterwards
-//   pick(n, f)                   bit i of the result, for i < n <= 32: whether f(i) holds
 //   exclusive_sum(data, n)       data[i] becomes the sum of data[0..i), returns the total; data is the team's alone
 // A GPU target builds teams from warps. One thread is a team too.
 #pragma once
@@ -31,12 +30,6 @@ struct SoloTeam {
   MEGAMOE_FN static void take_places(uint32_t* ids, uint32_t count, uint32_t* places, uint32_t) {
     for (uint32_t i = 0; i < count; ++i)
       if (ids[i] != kNoPlace) ids[i] = places[ids[i]]++;
-  }
-  template <class Predicate>
-  MEGAMOE_FN static uint32_t pick(uint32_t count, Predicate predicate) {
-    uint32_t picked = 0;
-    for (uint32_t i = 0; i < count; ++i) picked |= uint32_t(predicate(i)) << i;
-    return picked;
   }
   MEGAMOE_FN static uint32_t exclusive_sum(uint32_t* data, uint32_t count) {
     uint32_t total = 0;

@@ -101,22 +101,31 @@ MEGAMOE_FN void run_load(Shared& shared) {
   if (threadIdx.x == 0) Loader<kScaleGroups>(shared, *reinterpret_cast<const TensorMaps*>(shared.maps)).run();
 }
 
+// Whether most experts will have short tiles only.
+MEGAMOE_FN bool few_rows(const Context& context) {
+  const Problem& problem = *context.problem;
+  return context.num_tokens * problem.num_topk * problem.num_ranks <= kShortM * problem.num_experts;
+}
+
 // Warp 1. Always hands on a last tile that says stop, also when the launch drains: the other roles wait for it.
 MEGAMOE_FN void run_schedule(Shared& shared, bool drains) {
   OneWarp team(1, 0, nullptr);
+  Scheduler<kScaleGroups> scheduler(shared, team);
+  if (!drains && few_rows(shared.context)) scheduler.rehearse();
   const Table table = drains ? Table{false, 0} : wait_for_table(shared.context, team);
   if (team.rank() == 0) shared.order = tile_order(shared.context, table.ready ? table.num_blocks : 0);
   team.sync();
-  Scheduler<kScaleGroups>(shared, team).run(shared.context, shared.order);
+  scheduler.run(shared.context, shared.order);
 }
 
 // One warp. The dispatch warps come here after the last row is pulled, the math warps after the last tile: most tokens are
 // complete only when nearly all experts are.
+template <uint32_t kColumns>
 MEGAMOE_FN void run_combine(Shared& shared) {
   const Context& context = shared.context;
   OneWarp alone(threadIdx.x / kWarpThreads, 0, nullptr);
-  combine_tokens(context, alone, combine_order, [&](uint32_t token, uint32_t part, uint32_t parts) {
-    if (context.stage == Stage::combine) reduce_token(context, shared.launch, token, part, parts);
+  combine_tokens(context, alone, combine_parts, [&](uint32_t token, uint32_t part, uint32_t parts) {
+    if (context.stage == Stage::combine) reduce_token<kColumns>(context, shared.launch, token, part, parts);
   });
 }
 
@@ -145,7 +154,7 @@ MEGAMOE_FN void run_first_warpgroup(Shared& shared) {
   } else {
     if (!drains) {
       run_pull(shared);
-      run_combine(shared);
+      run_combine<4>(shared);
     }
     OneWarp alone(warp, 0, nullptr);
     clear_other_bank(context, alone);
@@ -187,7 +196,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     take_registers<kMathRegisters>();
     if (runs) {
       MathRole<kScaleGroups, kFast, kBringUp>(context, shared).run();
-      if (!aborted(context)) run_combine(shared_again(shared));
+      if (!aborted(context)) run_combine<8>(shared_again(shared));
     }
     barrier_sync(kCtaBarrier, kThreads);
   } else {

@@ -14,7 +14,6 @@ constexpr uint32_t kBlockN = 256;
 constexpr uint32_t kBlockK = 128;
 constexpr uint32_t kPieceN = 128;  // columns of one product; two make a tall tile
 constexpr uint32_t kStages = 4;
-constexpr uint32_t kPrefetchStages = 8;  // of 32 KB: 34 MB for 132 CTAs, of an L2 cache of 50
 constexpr uint32_t kTileSlots = 2;
 constexpr uint32_t kUntoldTiles = 4;  // one in each slot, one in its epilogue, one whose results are being told of
 constexpr uint32_t kClaimLead = 8;  // stages before the end of a tile at which the next one is claimed

@@ -82,13 +82,6 @@ class WarpTeam {
     }
   }
 
-  template <class Predicate>
-  MEGAMOE_FN uint32_t pick(uint32_t count, Predicate predicate) const {
-    static_assert(kWarps == 1);
-    const bool mine = rank_ < count && predicate(rank_);
-    return __ballot_sync(kFullWarp, mine);
-  }
-
   // One warp goes through the ids, 32 at a time: equal ones find each other, the first of them moves the place on.
   MEGAMOE_FN void take_places(uint32_t* ids, uint32_t count, uint32_t* places, uint32_t num_places) {
     const uint32_t lane = rank_ % kWarpThreads;

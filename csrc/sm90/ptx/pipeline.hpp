@@ -59,11 +59,6 @@ MEGAMOE_FN void load_tensor(void* shared, const TensorMap* map, uint64_t* barrie
       "l"(map), "r"(shared_address(barrier)), "r"(inner), "r"(outer)
       : "memory");
 }
-// The same box into the L2 cache only.
-MEGAMOE_FN void prefetch_tensor(const TensorMap* map, uint32_t inner, uint32_t outer) {
-  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(map), "r"(inner), "r"(outer)
-               : "memory");
-}
 // Four bytes of global memory into shared memory, without waiting.
 MEGAMOE_FN void copy_word_async(void* shared, const void* global) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(shared)), "l"(global) : "memory");

@@ -59,7 +59,6 @@ class Loader {
     const uint32_t claim_next = operands.depth > kClaimLead ? operands.depth - kClaimLead : 0;
     RingPosition<kStages> rows_stage = stage_;
     for (uint32_t k = 0; k < lead; ++k) load_columns(operands, k);
-    if (!early) prefetch_columns(operands, lead);
     wait_barrier(rows_ready, position.parity());
     const bool ready = tile.failed == 0;
     fence_generic_to_async_proxy();
@@ -78,14 +77,6 @@ class Loader {
       load_tensor(&shared_.columns[stage_.slot()][box * kPieceN * kBlockK], &operands.maps->columns, full, k * kBlockK,
                   operands.first_column + box * kPieceN);
     stage_.advance();
-  }
-
-  // While the rows are awaited the memory would stand still. Not more than a share of the L2 cache that every CTA may have.
-  MEGAMOE_FN void prefetch_columns(const Operands& operands, uint32_t first) {
-    const uint32_t last = smaller(first + kPrefetchStages, operands.depth);
-    for (uint32_t k = first; k < last; ++k)
-      for (uint32_t box = 0; box < operands.column_boxes; ++box)
-        prefetch_tensor(&operands.maps->columns, k * kBlockK, operands.first_column + box * kPieceN);
   }
 
   // Without rows the stages are passed on all the same: the math role computes on and stores nothing.
