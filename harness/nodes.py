@@ -53,6 +53,11 @@ class Node:
         """For messages: ``gpu1 (me@host)``."""
         return self.name if self.name == self.host else f"{self.name} ({self.host})"
 
+    @property
+    def inside_words(self) -> str:
+        """For messages: `` inside `docker exec -i moe` ``, or nothing."""
+        return f" inside `{shlex.join(self.exec_prefix)}`" if self.exec_prefix else ""
+
     def ssh_command(self) -> list[str]:
         """ssh with its options, without the host."""
         fixed = [word for option in _SSH_OPTIONS for word in ("-o", option)]

@@ -9,7 +9,6 @@ import base64
 import codecs
 import json
 import select
-import shlex
 import signal
 import subprocess
 import tempfile
@@ -149,6 +148,9 @@ class Session:
             text = (
                 f"{text}: the user inside the exec prefix must be able to write {self.node.folder} (docker exec --user)"
             )
+        elif number == 2:
+            there = f"{self.node.folder}{self.node.inside_words}"
+            text = f"{there} is another folder than the one outside: mount that under the same path (docker run -v)"
         elif number is not None:
             text = f"the run could not be looked after ({text})"
         return f"{self.node.words}: {text}"
@@ -178,18 +180,18 @@ class Session:
         code = self._ssh.wait()
         errors = self.errors()
         node = self.node
-        prefix = f" inside `{shlex.join(node.exec_prefix)}`" if node.exec_prefix else ""
+        python, inside = node.python, node.inside_words
         last = (errors.strip().splitlines() or ["nothing was printed"])[-1].strip()
         if code == 255:
             return explain_ssh(node, errors)
         if code == NO_FOLDER_CODE:
             return (
-                f"{node.words}: there is no {node.folder}{prefix}: mount it there under the same path (docker run -v)"
+                f"{node.words}: there is no {node.folder}{inside}: mount it there under the same path (docker run -v)"
             )
         if code in (126, 127):
             names = "python and exec_prefix" if node.exec_prefix else "python"
-            return f"{node.words}: {node.python} cannot be started{prefix} ({last}); check {names} in nodes.yaml"
-        return f"{node.words}: {node.python} ended with {code}{prefix} ({last}); try the same by hand"
+            return f"{node.words}: {python} cannot be started{inside} ({last}); check {names} in nodes.yaml"
+        return f"{node.words}: {python} ended with {code}{inside} ({last}); try the same by hand"
 
 
 class Interrupts:
@@ -304,10 +306,9 @@ def _check_copy(node: Node, answer: Mapping[str, Any]) -> None:
     if answer["num_differences"]:
         shown = "; ".join(answer["differences"])
         more = answer["num_differences"] - len(answer["differences"])
-        where = f" inside `{shlex.join(node.exec_prefix)}`" if node.exec_prefix else ""
         cause = "is another folder mounted there" if node.exec_prefix else "does somebody else write there"
         raise NodeError(
-            f"{node.words}: {node.folder}{where} is not what was just copied: {shown}"
+            f"{node.words}: {node.folder}{node.inside_words} is not what was just copied: {shown}"
             + f" and {more} more" * bool(more)
             + f"; {cause}? Nothing was run"
         )

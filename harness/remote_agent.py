@@ -278,7 +278,8 @@ class RemoteRun:
 
 
 def _hello(folder: Path, job: Mapping[str, Any], lock: Lock) -> dict[str, Any]:
-    processes.own_key()  # an OSError here says that /proc is missing
+    if not Path("/proc/self").is_symlink() or os.readlink("/proc/self") != str(os.getpid()):
+        raise OSError("/proc is not the one of this process: the exec prefix must mount it (unshare --mount-proc)")
     names = sorted((folder / "runs").iterdir(), key=lambda path: path.stat().st_mtime)
     return {
         "python": platform.python_version(),

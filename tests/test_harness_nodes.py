@@ -355,16 +355,14 @@ def test_wrong_python_or_prefix(node: NodeProject, tmp_path: Path) -> None:
     closed = ["sh", "-c", 'exec "$@" </dev/null', "sh"]
     assert "it must pass standard input on (docker exec -i)" in error(exec_prefix=closed)
     need(subprocess.run(["unshare", "-m", "true"]).returncode == 0, "permission to make mount namespaces (unshare -m)")
-    hidden = [
-        "unshare",
-        "-m",
-        "sh",
-        "-c",
-        'mount -t tmpfs none "$1" && shift && exec "$@"',
-        "sh",
-        str(node.folder.parent),
-    ]
-    assert "mount it there under the same path (docker run -v)" in error(exec_prefix=hidden)
+    enter = 'mount -t tmpfs none "$1" && shift && exec "$@"'
+    hidden = ["unshare", "-m", "sh", "-c", enter, "sh"]
+    advice = "under the same path (docker run -v)"
+    assert f"there is no {node.folder} inside `" in (line := error(exec_prefix=[*hidden, str(node.folder.parent)]))
+    assert line.endswith(advice)
+    assert " is another folder than the one outside: " in (line := error(exec_prefix=[*hidden, str(node.folder)]))
+    assert line.endswith(advice)
+    assert "the exec prefix must mount it (unshare --mount-proc)" in error(exec_prefix="unshare --pid --fork")
 
 
 @pytest.fixture
