@@ -176,11 +176,11 @@ def _phase_views(lines: Sequence[Mapping[str, Any]]) -> tuple[ViewRow, ...]:
 
 
 def _logs(run_folder: Path, line: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
-    """What explains a hang, and logs: from the step's folder, which lies elsewhere where the run came from another
-    machine; else what the line has."""
-    folder = Path(str(line.get("folder") or run_folder / step_name(line)))
-    if not folder.is_dir():
-        folder = run_folder / step_name(line)
+    """What explains a hang, and logs: from the step's folder below this one (the line has it as the machine of the run
+    names it), else what the line has."""
+    parts = Path(str(line.get("folder"))).parts
+    below = parts[parts.index(run_folder.name) + 1 :] if run_folder.name in parts else (step_name(line),)
+    folder = run_folder.joinpath(*below)
     lines, size = _LONG_LOG if line.get("status") in FAILING else _SHORT_LOG
     found = log_tails(folder, max_lines=lines, max_bytes=size) or line.get("log_tails") or {}
     explained = folder / HANG_FOLDER / SUMMARY_TEXT

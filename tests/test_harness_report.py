@@ -131,6 +131,20 @@ def test_report_of_a_run_that_was_killed(project: Project) -> None:
     assert "phase2" not in report.read_text()
 
 
+def test_report_of_a_run_from_another_machine(project: Project) -> None:
+    """The folders of its lines are not here: logs come from beside the results, of the attempt that failed."""
+    body = 'open("tries", "a").write("x"); print("try", os.path.getsize("tries")); pass_all()'
+    project.phase(1, body + '; sys.exit(os.path.getsize("tries") == 2)')
+    call = project.call("run", "--target", "host", "--repeat", "2")
+    assert call.statuses() == {"1-1-single": "flaky"}
+    results = call.run_folder / "results.jsonl"
+    results.write_text(results.read_text().replace(str(project.root), "/scratch/other").replace("try 2", "not this"))
+    assert project.call("report").code == 0
+    text = (call.run_folder / "report.html").read_text()
+    assert "try 2" in text
+    assert "not this" not in text
+
+
 def test_report_of_no_run_is_a_bad_call(project: Project) -> None:
     project.phase(1, PASSING)
     assert project.call("report").code == 2
