@@ -113,6 +113,12 @@ class NodeProject:
         command = ["git", "-C", str(self.root), "-c", "user.name=a", "-c", "user.email=a@b", *arguments]
         subprocess.run(command, check=True, capture_output=True)
 
+    def change(self, name: str, old: str, new: str) -> None:
+        """Another constant in the project's own copy of the harness."""
+        path = self.root / name
+        assert old in path.read_text()
+        path.write_text(path.read_text().replace(old, new))
+
     def write_nodes(self, **fields: Any) -> None:
         node = {
             "host": "127.0.0.1",
