@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.jsonlines import read_sound_lines
+from harness.launch import base_environment
 from harness.machine import Machine
 from harness.plan import Plan, Request, Step
 from harness.results import FAILING, RESULTS_FILE
@@ -54,8 +55,8 @@ def _package_version(name: str) -> str:
         return "absent"
 
 
-def toolchain(machine: Machine, target: str) -> dict[str, Any]:
-    """Versions of what compiles and runs a target's steps, and the variables that steer them."""
+def toolchain(machine: Machine, target: str, project_root: Path) -> dict[str, Any]:
+    """Versions of what compiles and runs a target's steps, and the variables that steer them, as steps get them."""
     compiler = shlex.split(os.environ.get("CXX", "g++")) or ["g++"]
     found: dict[str, Any] = {
         "host": machine.hostname,
@@ -65,7 +66,7 @@ def toolchain(machine: Machine, target: str) -> dict[str, Any]:
         "c++": _command_output([*compiler, "--version"]),
         "environment": {
             name: value
-            for name, value in sorted(os.environ.items())
+            for name, value in sorted(base_environment(project_root).items())
             if _STEERS.fullmatch(name) and not _STEERS_NOT.fullmatch(name)
         },
     }
@@ -113,7 +114,7 @@ class StepKeys:
     def key(self, step: Step) -> str:
         """The key of a step, from the files as they are now."""
         if step.target not in self._toolchains:
-            self._toolchains[step.target] = toolchain(self._machine, step.target)
+            self._toolchains[step.target] = toolchain(self._machine, step.target, self._phases_root.parent)
         spec = step.spec
         parts = {
             "sources": self.sources(spec.number),

@@ -253,7 +253,7 @@ def run(request: Request, places: Places, display: Display, *, build_seconds: fl
         "request": request,
         "command": ["python", "-m", "harness", *sys.argv[1:]],
         "machine": planned.machine,
-        "toolchain": toolchain(planned.machine, plan.target),
+        "toolchain": toolchain(planned.machine, plan.target, places.project_root),
         "commit": _commit(places.project_root),
         "target": plan.target,
         "target_reason": plan.target_reason,
