@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from harness.devlog import MARK, check_draft
-from tests.harness_project import PASSING, HarnessCall, Project
+from tests.harness_project import HarnessCall, Project
 
 FAILS = 'case("small", ok=False, message="rows differ"); view("x", wrong=3, ok=False); finish(False); sys.exit(1)'
 MEASURES = 'write("figure", name="time", value=1234.56, unit="us"); pass_all()'
@@ -84,18 +84,12 @@ def test_figures_of_a_draft(project: Project) -> None:
     # Of one run only: what the bench left is no result of it.
     call = _check(project, text, run.run_folder.name)
     assert f"5773{MARK} us" in call.output
-
-
-def test_bad_calls(project: Project) -> None:
-    project.phase(1, PASSING)
-    assert project.call("devlog").code == 2
-    assert project.call("run", "--target", "host").code == 0
-    no_git = project.call("devlog")
-    assert no_git.code == 2
-    assert "not a git repository" in no_git.output
     missing = project.call("devlog", "--check", "none.md")
     assert missing.code == 2
     assert "none.md" in missing.output
+    no_git = project.call("devlog")
+    assert no_git.code == 2
+    assert "not a git repository" in no_git.output
 
 
 @pytest.mark.parametrize(
