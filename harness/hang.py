@@ -146,10 +146,10 @@ def write_bundle(folder: Path, trouble: Trouble, seconds: float) -> None:
     """
     writer = _Writer(folder, trouble, time.monotonic(), seconds)
     writer.read_memory()
+    writer.ask_devices()
     if trouble.ended_by_itself and not writer.is_in_trouble:
         shutil.rmtree(folder / HANG_FOLDER)
         return
-    writer.ask_devices()
     writer.write_texts()
 
 
@@ -239,23 +239,31 @@ class _Writer:
         from megamoe.inspect.dump import SUFFIX, load_dump
         from megamoe.inspect.verdict import find_culprit
 
-        seconds = self.left(DEVICE_WAIT_SHARE)
+        seconds = max(0.0, self.left(DEVICE_WAIT_SHARE))
         write_whole(self.hang / REQUEST, f"{seconds:.1f}")
         until = time.monotonic() + seconds + 0.5
-        while time.monotonic() < until and any(not answer_file(self.folder, rank).exists() for rank in waiting):
+        while time.monotonic() < until and any(self._may_answer(rank) for rank in waiting):
             time.sleep(0.02)
         for rank in sorted(waiting):
             answer = answer_file(self.folder, rank)
-            said = answer.read_text() if answer.exists() else f"no answer within {seconds:.1f} s: its context is stuck"
+            said = (
+                answer.read_text()
+                if answer.exists()
+                else f"no answer within {seconds:.1f} s: it ended, or its context is stuck"
+            )
             self.notes.append(f"rank {rank}, from inside: {said}")
-        dumps = [load_dump(path) for path in sorted(self.hang.glob(f"rank*{SUFFIX}"))]
+        dumps = [load_dump(path) for path in sorted(self.hang.glob(f"rank*-device*{SUFFIX}"))]
         for config in dict.fromkeys(dump.image.config for dump in dumps):
             images = {dump.rank: dump.image for dump in dumps if dump.image.config == config}
             seen = {rank: read_counters(image) for rank, image in images.items()}
             if any(image.is_troubled for image in images.values()):
+                self.is_in_trouble = True
                 self.explanation = find_culprit(seen, config.num_ranks)
             for rank, counters in seen.items():
                 self.words.setdefault(rank, []).append(describe_seen(counters, images))
+
+    def _may_answer(self, rank: int) -> bool:
+        return processes.is_alive(self.alive[rank]) and not answer_file(self.folder, rank).exists()
 
     # --- texts ---------------------------------------------------------------------------------------------------
 

@@ -181,6 +181,7 @@ def supervise(job: Job, stop: StopRequest) -> Outcome:
     ended_at = time.monotonic()
     say(f"{outcome.end}, exit code {outcome.exit_code}, after {outcome.seconds:.2f} s")
     left_behind = _settle(job, watch) if outcome.end == "exited" else ()
+    watch.look_at_holdings()
     swept = processes.sweep(lambda: live_processes_of(job), reap=processes.reap_children)
     root.returncode = root.returncode if root.returncode is not None else -signal.SIGKILL  # reaped by the sweep
     if outcome.end == "exited":

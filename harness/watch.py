@@ -50,6 +50,13 @@ class Watch:
         cost_s = time.monotonic() - now
         self._next_sample = now + max(SAMPLE_S, cost_s / MAX_SAMPLING_SHARE)
 
+    def look_at_holdings(self) -> None:
+        """The last look, before everything is ended: what was made since the last sample is the step's too."""
+        for process in processes.descendants(os.getpid(), processes.all_processes()):
+            if not process.is_dead:
+                self._note(process)
+                self.holdings.add(process.pid)
+
     def _note(self, process: Process) -> None:
         if process.key not in self.seen:
             self.seen.add(process.key)

@@ -241,6 +241,25 @@ wait_for_a_peer_that_never_comes()
         foreign.unlink()
 
 
+def test_a_file_made_just_before_the_limit_goes_too(supervised: Callable[..., Supervised]) -> None:
+    """After the last sample (they come once a second): whoever ends everything looks once more before that."""
+    path = Path(f"/dev/shm/megamoe-test-{os.getpid()}-late")
+    step = supervised(f"""
+import os, time
+time.sleep({LIMIT_S - 0.6})
+file = os.open("{path}", os.O_RDWR | os.O_CREAT)
+print("made", flush=True)
+time.sleep(1000)
+""")
+    try:
+        outcome = step.wait()
+        assert "made" in step.log("rank0.log")
+        assert outcome.removed_files == (str(path),)
+        assert not path.exists()
+    finally:
+        path.unlink(missing_ok=True)
+
+
 def test_who_ended_first_is_known_to_a_late_look(tmp_path: Path) -> None:
     """By their deaths; of those that reached their end, by that, whoever takes longer to die."""
     children = [subprocess.Popen([sys.executable, "-c", SLEEPS], stdout=subprocess.DEVNULL) for _ in range(6)]
