@@ -105,6 +105,8 @@ def test_bounds_of_targets() -> None:
         number = 6 if name == "y" else 5
         views = [load_views(PHASES / f"phase{number}", target)[name] for target in ("host", "sm90")]
         assert tuple(view.bounds(kinds)["oracle"] for kinds in ((), ("fast",)) for view in views) == bounds
+    clamped = [load_views(PHASES / "phase4", target)["l2_acts"] for target in ("host", "sm90")]
+    assert [view.bounds(("clamped", "normal"))["oracle"] for view in clamped] == ["l2_acts", "l2_acts_clamped"]
     y = load_views(PHASES / "phase6", "host")["y"]
     assert y.bounds() == {"oracle": "y", "own_partials": "exact", "unquantised": "y_unquantised"}
     assert y.bounds(("fast",)) == {"oracle": "y_fast", "own_partials": "exact", "unquantised": "y_unquantised_fast"}
@@ -128,7 +130,7 @@ def test_layout_errors_name_what_differs() -> None:
         ({"compare": "nearly"}, "no bound"),
         ({"compare": {"sm90": "exact"}}, "no bound for target host"),
         ({"where": {"fast": "nearly"}}, "no bound"),
-        ({"where": {"quick": "exact"}}, "where: expected some of fast, normal"),
+        ({"where": {"quick": "exact"}}, "where: expected some of fast, clamped, normal"),
         ({"strides": [1]}, "strides"),
         ({"other": 1}, "expected the fields"),
     ],

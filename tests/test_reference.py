@@ -474,6 +474,7 @@ def test_the_table() -> None:
         "l2_acts_sf_fast": 2e-2,
         "l2_acts": 1.0,
         "l2_acts_tensor_core": 1.0,
+        "l2_acts_clamped": 1.0,
         "l2_acts_fast": 1.0,
         "combine": 2.5e-3,
         "combine_fast": 5e-3,
@@ -497,6 +498,7 @@ def test_the_table() -> None:
     assert shares == {
         "l2_acts": (0.02, 0.0),
         "l2_acts_tensor_core": (0.02, pytest.approx(0.448)),
+        "l2_acts_clamped": (0.02, pytest.approx(0.896)),
         "l2_acts_fast": (0.12, pytest.approx(4.48)),
     }
     assert {name for name, bound in BOUNDS.items() if bound.all_ranks} == {"y_all_ranks", "y_fast_all_ranks"}
@@ -595,6 +597,7 @@ def test_e4m3_steps() -> None:
     [
         # Actual and expected many steps apart: 0.4375 and 0.453125 of 0.448; 4 and 4.5 of 4.48; none is near.
         ("l2_acts_tensor_core", (0.0, 0.4375), (-0.015625, 0.4375), 0.02),
+        ("l2_acts_clamped", (0.0, 0.875), (0.0, 0.9375), 0.02),
         ("l2_acts_fast", (0.0, 4.0), (0.0, 4.5), 0.12),
         ("l2_acts", (0.0, 0.0), (0.0, 2**-8), 0.02),
     ],

@@ -79,6 +79,8 @@ MEGAMOE_FN bool pull_rows(const Context& context, Team& team, CopyRows copy_rows
   uint32_t index = claim();  // before the table is there: a claim needs nothing of it
   const Table table = wait_for_table(context, team);
   if (!table.ready) return false;
+  // The sources' activations were written by generic stores and acquired with the table.
+  if (team.rank() == 0) fence_generic_to_async_proxy();
   const uint32_t runs = table.num_blocks * ceil_div(context.problem->block_m, kRowsPerPull);
   for (;; index = claim()) {
     if (index >= runs) return index != kPullDrains;

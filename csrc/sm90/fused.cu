@@ -112,10 +112,11 @@ MEGAMOE_FN void run_schedule(Shared& shared, bool drains) {
   OneWarp team(1, 0, nullptr);
   Scheduler<kScaleGroups> scheduler(shared, team);
   if (!drains && few_rows(shared.context)) scheduler.rehearse();
+  const uint32_t first = team.once([&] { return take(shared.context, Claim::tile); });
   const Table table = drains ? Table{false, 0} : wait_for_table(shared.context, team);
   if (team.rank() == 0) shared.order = tile_order(shared.context, table.ready ? table.num_blocks : 0);
   team.sync();
-  scheduler.run(shared.context, shared.order);
+  scheduler.run(shared.context, shared.order, first);
 }
 
 // One warp. The dispatch warps come here after the last row is pulled, the math warps after the last tile: most tokens are

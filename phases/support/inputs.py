@@ -18,7 +18,7 @@ from megamoe.reference import RankInputs
 CPU = torch.device("cpu")
 ACTIVATIONS = ("normal", "heavy_tailed", "all_positive", "tiny_and_huge", "zero_rows")
 ROUTINGS = ("random", "one_expert", "counts", "duplicate")
-KINDS = ("fast", *ACTIVATIONS)
+KINDS = ("fast", "clamped", *ACTIVATIONS)
 """Of workloads, by which views.yaml may have bounds of their own."""
 _HEAVY_CHANNELS, _HEAVY_FACTOR = 5, 50.0
 _TINY, _HUGE = 1e-6, 1e4
@@ -98,7 +98,9 @@ class Workload:
     @property
     def kinds(self) -> tuple[str, ...]:
         """Those of KINDS that it is, the one with the loosest bounds first."""
-        return (*(("fast",) if self.config.accumulate == "fast" else ()), self.activations)
+        fast = ("fast",) if self.config.accumulate == "fast" else ()
+        clamped = ("clamped",) if self.activation_clamp is not None else ()
+        return (*fast, *clamped, self.activations)
 
     @property
     def weights_kind(self) -> str:

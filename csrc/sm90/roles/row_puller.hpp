@@ -37,8 +37,6 @@ class RowPuller {
     PulledRow mine{};
     if (lane() < rows) mine = locate_row(context, block, first_row + lane());
     __syncwarp();
-    // The sources' activations were written by generic stores and acquired with the table.
-    if (lane() == 0) fence_generic_to_async_proxy();
     const uint32_t pieces = ceil_div(hidden, kPullSlotBytes);
     const uint32_t copies = rows * pieces;
 #pragma unroll 1

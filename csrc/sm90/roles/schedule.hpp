@@ -34,9 +34,10 @@ class Scheduler {
     warp_.sync();
   }
 
-  MEGAMOE_FN void run(const Context& context, const TileOrder& order) {
+  // `first`: number of the first tile, claimed before the table was there: a claim needs nothing of it.
+  MEGAMOE_FN void run(const Context& context, const TileOrder& order, uint32_t first) {
     for (;; next_.advance()) {
-      const uint32_t index = warp_.once([&] { return claim_next(context); });
+      const uint32_t index = warp_.once([&] { return claim_next(context, first); });
       if (index >= order.count()) break;
       push(context, order.at(index));
     }
@@ -48,15 +49,15 @@ class Scheduler {
   static constexpr uint32_t kIdle_ns = 40;
 
   // By the first lane: looks after the tiles under way until the next one may be pushed. kNoIndex when the launch drains.
-  MEGAMOE_FN uint32_t claim_next(const Context& context) {
-    uint32_t index = 0;
-    bool claimed = false;
+  MEGAMOE_FN uint32_t claim_next(const Context& context, uint32_t first) {
+    uint32_t index = first;
+    const uint32_t before = next_.turn - rehearsed_;
+    bool claimed = before == 0;
     for (;;) {
       tell(context);
       if (waits_) wait_for_inputs(context);
-      // The load role is about to end its tile, or this is the first.
-      const uint32_t before = next_.turn - rehearsed_;
-      if (!claimed && (before == 0 || test_barrier(&shared_.claim_next, (before - 1) & 1))) {
+      // The load role is about to end its tile.
+      if (!claimed && test_barrier(&shared_.claim_next, (before - 1) & 1)) {
         index = aborted(context) ? kNoIndex : take(context, Claim::tile);
         claimed = true;
       }
@@ -92,7 +93,8 @@ class Scheduler {
     }
   }
 
-  // Tell the others what comes, with the weight scales, which every thread of the math role needs for every stage.
+  // Tell the others what comes, so that weights are loaded at once. The weight scales, which every thread of the math role
+  // needs for every stage, are there before a stage is full: its rows are loaded after wait_for_inputs() said so.
   MEGAMOE_FN void push(const Context& context, const Tile& tile) {
     TileSlot& slot = shared_.tiles[next_.slot()];
     const Problem& problem = shared_.problem;
@@ -113,6 +115,7 @@ class Scheduler {
       slot.failed = 0;
       slot.turn = next_.turn;
       shared_.untold[next_.turn % kUntoldTiles] = {slot.work, tile.block, tile.column, block.expert, 0};
+      arrive(&shared_.tile_full[next_.slot()]);
     }
     const float* first = reinterpret_cast<const float*>(l1 ? shared_.launch.l1_sf : shared_.launch.l2_sf) +
                          (uint64_t(block.expert) * scale_rows + scale_row) * depth;
@@ -123,7 +126,6 @@ class Scheduler {
       slot.scales[1][k] = __ldg(second + k);
     }
     __syncwarp();
-    if (warp_.rank() == 0) arrive(&shared_.tile_full[next_.slot()]);
     waits_ = true;
     shared_.patience = {};
   }
