@@ -9,8 +9,8 @@
 - ``compare``: name of a bound of ``megamoe.reference``; a mapping from target to such a name where targets differ; or a
   mapping ``against: {source: bound}`` where a view is compared with several things;
 - ``where`` (optional): a mapping from kinds of workloads (``fast`` accumulation, ``clamped``, or an activation of the
-  inputs) to the same, which holds there instead of ``compare``; of several kinds the first one of ``Workload.kinds`` that
-  stands here.
+  inputs) to the same, which holds there instead of ``compare``; of several kinds the first one of ``Workload.kinds``
+  that stands here.
 """
 
 from __future__ import annotations
