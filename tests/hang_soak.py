@@ -87,6 +87,13 @@ def hang_once(kind: str, folder: Path, limit_s: float) -> list[str]:
     return left
 
 
+def _verdict(folder: Path) -> str:
+    """What the bundle of the only step below ``folder`` says."""
+    found = [path.read_text() for path in folder.glob(f"runs/*/*/{HANG_FOLDER}/{SUMMARY_TEXT}")]
+    lines = [line for text in found for line in text.splitlines() if line.startswith("verdict: ")]
+    return lines[0].removeprefix("verdict: ") if lines else "none"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=50)
@@ -101,9 +108,11 @@ def main() -> int:
         begun = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="hang-soak-") as folder:
             left = hang_once(kind, Path(folder), arguments.seconds)
+            verdict = _verdict(Path(folder))
         num_bad += bool(left)
-        verdict = "; ".join(left) or "nothing left"
-        print(f"run {number + 1} of {arguments.runs}, {kind}: {time.monotonic() - begun:.1f} s: {verdict}", flush=True)
+        found = "; ".join(left) or "nothing left"
+        took = time.monotonic() - begun
+        print(f"run {number + 1} of {arguments.runs}, {kind}: {took:.1f} s: {found}; verdict: {verdict}", flush=True)
     seconds = time.monotonic() - started
     what = f"{arguments.runs} runs of {NUM_RANKS} ranks, limit {arguments.seconds:g} s"
     print(f"{what}: {num_bad} left something, {seconds:.0f} s")
