@@ -422,7 +422,7 @@ def test_creation_checks_the_schedule() -> None:
 
 
 def test_a_buffer_that_no_machine_has_room_for() -> None:
-    with pytest.raises(OSError, match=r"no memory for a buffer of \d+ bytes"):
+    with pytest.raises(OSError, match=r"no memory for a buffer of \d+ bytes: this machine has \d+ bytes"):
         megamoe.get_symm_buffer_for_mega_moe(VirtualGroup(1), 10**12, 4, 2, 128, 128)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -111,7 +112,19 @@ def _map(descriptor: int, num_bytes: int) -> Tensor:
         raise OSError(f"no memory for a buffer of {num_bytes} bytes: {error}") from error
 
 
+def _machine_bytes() -> int:
+    """Memory and swap of this machine."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("MemTotal:", "SwapTotal:")))
+
+
 def _share(config: MegaMoEConfig, rank: int, num_bytes: int) -> SharedMemory:
+    # The kernel's own rule for private memory: a memfd of any size is granted, and its pages are missed when touched.
+    if num_bytes > (there := _machine_bytes()):
+        raise OSError(
+            f"no memory for a buffer of {num_bytes} bytes: this machine has {there} bytes, swap included; fewer "
+            "experts, tokens or ranks need less"
+        )
     descriptor = os.memfd_create(memfd_name(config, rank))
     try:
         os.ftruncate(descriptor, num_bytes)
