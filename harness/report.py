@@ -53,7 +53,7 @@ class ViewRow:
 
 @dataclass(frozen=True)
 class StepBlock:
-    """One step as the page shows it."""
+    """One step as the page shows it. ``verdict``: of its hang bundle, or empty."""
 
     name: str
     phase: int
@@ -65,6 +65,7 @@ class StepBlock:
     seconds: float
     limit_s: float
     peak_mib: int
+    verdict: str
     reasons: tuple[str, ...]
     facts: tuple[tuple[str, str], ...]
     views: tuple[ViewRow, ...]
@@ -221,6 +222,7 @@ def _step_block(run_folder: Path, line: Mapping[str, Any]) -> StepBlock:
         seconds=number_of(line.get("seconds")),
         limit_s=number_of(line.get("limit_s")),
         peak_mib=round(number_of(line.get("peak_pss_bytes")) / 2**20),
+        verdict=printable(str((line.get("outcome") or {}).get("explanation") or "")),
         reasons=tuple(printable(str(reason)) for reason in line.get("reasons") or ()),
         facts=_step_facts(line),
         views=_view_rows(line),
@@ -305,8 +307,12 @@ def _run_facts(run: EarlierRun) -> list[tuple[str, str]]:
 def _notes(run: EarlierRun) -> list[str]:
     """What pre- and post-flight had to say."""
     before, after = run.facts.get("pre_flight") or {}, run.facts.get("post_flight") or {}
-    notes = [f"pre-flight: {text}" for text in before.get("warnings") or ()]
-    return [printable(text) for text in [*notes, *(f"left behind: {text}" for text in after.get("leftovers") or ())]]
+    said = {
+        "pre-flight": before.get("warnings"),
+        "left behind": after.get("leftovers"),
+        "post-flight": after.get("notes"),
+    }
+    return [printable(f"{label}: {text}") for label, texts in said.items() for text in texts or ()]
 
 
 def render(run: EarlierRun) -> str:

@@ -88,6 +88,7 @@ def test_report_in_a_browser(project: Project, tmp_path: Path) -> None:
         "gate phase 2 failed",
         "phase 4 does not list target host",
         "still running at its limit of 1 s",
+        "Hang bundle: no rank holds a buffer whose memory could be read",
         "hang/summary.txt",  # what explains it, folded
         "No element differs: topk_idx (20 compared)",
         "phase 1 toy1: 2 passed, 0 failed",
@@ -107,7 +108,7 @@ def test_the_browser_sees_what_must_not_be(tmp_path: Path) -> None:
 
 
 def test_report_of_a_run_that_was_killed(project: Project) -> None:
-    """Written from what there is: run.json without an end, half a line, a damaged map."""
+    """Written from what there is: run.json without an end, half a line, a damaged map; with notes of the flights."""
     project.phase(1, PASSES)
     project.phase(2, PASSING)
     call = project.call("run", "--target", "host")
@@ -116,6 +117,7 @@ def test_report_of_a_run_that_was_killed(project: Project) -> None:
     report.unlink()
     facts = json.loads((call.run_folder / "run.json").read_text())
     del facts["exit_code"], facts["finished"]
+    facts["post_flight"] = {"leftovers": ["removed <a>"], "notes": ["GPU 1: 0.50 GiB more, by pid 6"]}
     (call.run_folder / "run.json").write_text(json.dumps(facts))
     results = call.run_folder / "results.jsonl"
     lines = results.read_text().splitlines(keepends=True)
@@ -129,6 +131,8 @@ def test_report_of_a_run_that_was_killed(project: Project) -> None:
     assert "never: the run was ended from outside" in report.read_text()
     assert "not finished" in report.read_text()
     assert "phase2" not in report.read_text()
+    assert "left behind: removed &lt;a&gt;" in report.read_text()
+    assert "post-flight: GPU 1: 0.50 GiB more, by pid 6" in report.read_text()
 
 
 def test_report_of_a_run_from_another_machine(project: Project) -> None:
