@@ -22,7 +22,7 @@ from harness.fetch import fetch as fetch_run
 from harness.nodes import DEFAULT_NODES_FILE, NodeError, load_node
 from harness.plan import BadRequest, Request
 from harness.rank import DUMP_VIEWS_VARIABLE
-from harness.remote import run_on_node
+from harness.remote import DEFAULT_RUNS_FOLDER, run_on_node
 from harness.report import summary_lines, write_report
 from harness.results import append_line, build_line
 from harness.runner import Places
@@ -131,7 +131,7 @@ def plan(
     rerun: RerunOption = None,
     keep: KeepOption = False,
     phases_root: PhasesRootOption = runner.DEFAULT_PHASES_ROOT,
-    runs_dir: RunsDirOption = Path("runs"),
+    runs_dir: RunsDirOption = DEFAULT_RUNS_FOLDER,
 ) -> None:
     """Print what ``run`` with the same options would do."""
     try:
@@ -155,7 +155,7 @@ def build(
     ] = False,
     build_seconds: BuildSecondsOption = runner.BUILD_SECONDS,
     phases_root: PhasesRootOption = runner.DEFAULT_PHASES_ROOT,
-    runs_dir: RunsDirOption = Path("runs"),
+    runs_dir: RunsDirOption = DEFAULT_RUNS_FOLDER,
 ) -> None:
     """Compile everything that steps of a target need."""
     wanted = target or ([name for name in TARGETS if has_target(name)] if everything else [])
@@ -199,7 +199,7 @@ def fetch(
         str | None, typer.Argument(metavar="[RUN]", help="its name there; the newest when left out")
     ] = None,
     nodes: NodesOption = DEFAULT_NODES_FILE,
-    runs_dir: RunsDirOption = Path("runs"),
+    runs_dir: RunsDirOption = DEFAULT_RUNS_FOLDER,
 ) -> None:
     """Bring the results of a run on a node here, after its connection broke. Exit code 1: it had not ended."""
     try:
@@ -225,7 +225,7 @@ def run(
     keep: KeepOption = False,
     dump: DumpOption = False,
     phases_root: PhasesRootOption = runner.DEFAULT_PHASES_ROOT,
-    runs_dir: RunsDirOption = Path("runs"),
+    runs_dir: RunsDirOption = DEFAULT_RUNS_FOLDER,
     plain: PlainOption = False,
     build_seconds: BuildSecondsOption = runner.BUILD_SECONDS,
     node: NodeOption = None,
@@ -255,7 +255,7 @@ def _run_folder(run: Path | None, runs_dir: Path) -> Path:
 
 
 @app.command()
-def report(run: RunArgument = None, runs_dir: RunsDirOption = Path("runs")) -> None:
+def report(run: RunArgument = None, runs_dir: RunsDirOption = DEFAULT_RUNS_FOLDER) -> None:
     """Write report.html of a run anew, and print a line a phase."""
     try:
         folder = _run_folder(run, runs_dir)
@@ -272,7 +272,7 @@ def devlog(
     check: Annotated[
         Path | None, typer.Option("--check", help="mark the figures of this draft that no result holds; 1 if any")
     ] = None,
-    runs_dir: RunsDirOption = Path("runs"),
+    runs_dir: RunsDirOption = DEFAULT_RUNS_FOLDER,
 ) -> None:
     """Print an entry for DEVLOG.md from a run and git, with blanks as <...>; or check the figures of a draft against
     that run, or against whatever lies in --runs-dir when none is named."""

@@ -37,7 +37,7 @@ class Node:
 
     host: as ssh takes it (``name``, ``user@name``, an alias of ~/.ssh/config). folder: absolute, there, ours alone.
     exec_prefix: words put before what runs on the node, such as ``docker exec -i NAME``; () for none.
-    gpus: indices as nvidia-smi counts them; None for all.
+    gpus: indices as nvidia-smi counts them; None for all. file: the nodes.yaml that lists it.
     """
 
     name: str
@@ -47,6 +47,12 @@ class Node:
     exec_prefix: tuple[str, ...] = ()
     python: str = "python3"
     gpus: tuple[int, ...] | None = None
+    file: Path = DEFAULT_NODES_FILE
+
+    @property
+    def file_option(self) -> str:
+        """For commands that name this node: `` --nodes FILE``, or nothing where it is the default."""
+        return "" if self.file == DEFAULT_NODES_FILE else f" --nodes {shlex.quote(str(self.file))}"
 
     @property
     def words(self) -> str:
@@ -111,7 +117,8 @@ def _gpus(value: Any, where: str) -> tuple[int, ...] | None:
     return tuple(value)
 
 
-def _node(name: str, fields: Mapping[str, Any], where: str) -> Node:
+def _node(name: str, fields: Mapping[str, Any], file: Path) -> Node:
+    where = f"{file}: {name}"
     known = {"host", "ssh_options", "folder", "exec_prefix", "python", "gpus"}
     if strange := [field for field in fields if field not in known]:
         raise NodeError(f"{where}: no field {strange[0]!r}; there are {', '.join(sorted(known))}")
@@ -131,6 +138,7 @@ def _node(name: str, fields: Mapping[str, Any], where: str) -> Node:
         exec_prefix=_words(fields.get("exec_prefix", []), f"{where}: exec_prefix"),
         python=_text(fields.get("python", "python3"), f"{where}: python"),
         gpus=_gpus(fields.get("gpus"), f"{where}: gpus"),
+        file=file,
     )
 
 
@@ -149,7 +157,7 @@ def load_node(name: str, path: Path) -> Node:
     fields = document[name]
     if not isinstance(fields, dict):
         raise NodeError(f"{path}: {name}: expected fields like host and folder, got {fields!r}")
-    return _node(name, fields, f"{path}: {name}")
+    return _node(name, fields, path)
 
 
 def explain_ssh(node: Node, errors: str) -> str:

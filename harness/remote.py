@@ -9,6 +9,7 @@ import base64
 import codecs
 import json
 import select
+import shlex
 import signal
 import subprocess
 import tempfile
@@ -28,6 +29,7 @@ BEAT_S = 2.0
 STOP_SECONDS = 20.0
 MARK = "MEGAMOE-NODE "
 ORIGIN_FILE = "from_node.json"
+DEFAULT_RUNS_FOLDER = Path("runs")
 NO_FOLDER_CODE = 97
 MIN_FREE_BYTES = 1 << 20
 SENT_MODULES = ("processes", "manifest", "remote_agent")  # each may import those before it
@@ -286,7 +288,14 @@ class Follower:
         """The paths and commands that the reader can use on this side."""
         if self.folder is not None:
             line = line.replace(self._node_folder, str(self.folder))
-        return line.replace("python -m harness run ", f"python -m harness run --node {self._node.name} ")
+        there = f"python -m harness run --node {self._node.name}{self._node.file_option} "
+        return line.replace("python -m harness run ", there)
+
+    @property
+    def fetch_command(self) -> str:
+        """Brings what there is of this run to where its folder here is, later and by hand."""
+        runs = "" if self._runs_folder == DEFAULT_RUNS_FOLDER else f" --runs-dir {shlex.quote(str(self._runs_folder))}"
+        return f"python -m harness fetch {self._node.name} {self.run}{self._node.file_option}{runs}"
 
 
 def _check_hello(node: Node, hello: Mapping[str, Any]) -> None:
@@ -374,7 +383,7 @@ def run_on_node(node: Node, arguments: Sequence[str], root: Path, runs_folder: P
         except NodeError as error:
             if not follower.run:
                 raise
-            say(f"{error} (what there is of the run: python -m harness fetch {node.name} {follower.run})")
+            say(f"{error} (what there is of the run: {follower.fetch_command})")
             return 1
         except ConnectionLost as error:
             said = " ".join(str(error).split()) or "ssh ended"
@@ -383,6 +392,6 @@ def run_on_node(node: Node, arguments: Sequence[str], root: Path, runs_folder: P
             bound = hello["silence_s"] + hello["last_step_s"]
             say(
                 f"{node.words}: the connection broke ({said}). The step that runs there is the last; after at most "
-                f"{bound:.0f} s nothing runs there. Then: python -m harness fetch {node.name} {follower.run}"
+                f"{bound:.0f} s nothing runs there. Then: {follower.fetch_command}"
             )
             return 1

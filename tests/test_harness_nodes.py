@@ -10,13 +10,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from harness import processes
-from harness.nodes import NodeError, load_node
+from harness.nodes import DEFAULT_NODES_FILE, NodeError, load_node
 from tests.harness_project import PASSING, REPOSITORY
 from tests.ssh_node import NodeProject, Sshd, make_node_project, need, quoted, stand_in, wait_for
 
@@ -121,11 +122,13 @@ def test_what_is_sent_and_what_comes_back(node: NodeProject) -> None:
 def test_failure_says_what_to_run_here(node: NodeProject) -> None:
     """Options arrive as they were given; the line to see it again is for this side; exit codes are the harness's."""
     node.project.phase(1, 'case("small", ok=False, message="rows differ"); finish(False); sys.exit(1)')
-    code, output = node.run("--cases", "small", "--no-gates", "--seconds", "7.5")
+    nodes = (node.root / "nodes.yaml").rename(node.root.parent / "my nodes.yaml")
+    code, output = node.run("--nodes", str(nodes), "--cases", "small", "--no-gates", "--seconds", "7.5")
     assert code == 1
     (line,) = [line for line in output.splitlines() if line.startswith("FAILED")]
     assert f"logs: {only_run(node)}/phase1-host-1-single" in line
-    assert "python -m harness run --node gpu1 --phases 1" in line
+    assert f"python -m harness run --node gpu1 --nodes '{nodes}' --phases 1" in line
+    node.write_nodes()
     assert step_lines(only_run(node))[0]["limit_s"] == 7.5
     code, output = node.run("--cases", "it's a $(case); 'x'")
     assert code == 2
@@ -237,7 +240,8 @@ def test_broken_connection(node: NodeProject, victim: str) -> None:
     node.change("harness/remote.py", "SILENCE_S = 30.0", "SILENCE_S = 8.0")
     node.project.phase(1, HANGS)
     node.project.phase(2, PASSING)
-    with node.start_run("--seconds", "4") as caller:
+    nodes = (node.root / "nodes.yaml").rename(node.root.parent / "my nodes.yaml")
+    with node.start_run("--seconds", "4", "--nodes", str(nodes)) as caller:
         wait_for_rank(node)
         (ssh,) = ssh_clients(caller)
         if victim == "harness here":
@@ -252,9 +256,9 @@ def test_broken_connection(node: NodeProject, victim: str) -> None:
         assert caller.returncode == 1
         last = output.splitlines()[-1]
         assert "the connection broke" in last
-        assert f"python -m harness fetch gpu1 {run.name}" in last
+        assert last.endswith(f" python -m harness fetch gpu1 {run.name} --nodes '{nodes}'")
     wait_for(lambda: not node.processes_on_node(), 15)
-    code, output = node.call("fetch", "gpu1", run.name)
+    code, output = node.call("fetch", "gpu1", run.name, "--nodes", str(nodes))
     assert code == 0, output
     assert f"ended by a lost connection, exit code 1; results: {run}" in output
     first, second = step_lines(run)
@@ -452,5 +456,6 @@ def test_make_takes_a_node() -> None:
 
 def test_the_example_is_sound() -> None:
     node = load_node("gpu1", REPOSITORY / "nodes.example.yaml")
+    assert (node.file_option, replace(node, file=DEFAULT_NODES_FILE).file_option) == (f" --nodes {node.file}", "")
     assert node.exec_prefix == ("docker", "exec", "-i", "moe")
     assert node.gpus == (0, 1)
