@@ -177,7 +177,7 @@ inline bool run_l2_tile(const Context& context, const LaunchArguments& launch, c
   run_gemm(gemm, scratch, [&](uint32_t column, uint32_t k) {
     return scales[(first_column + column) / kScaleBlock * depth_scales + k / kScaleBlock];
   });
-  if constexpr (mutated(Mutation::done_before_last_store)) advance_expert(context, block.expert, 1);
+  if constexpr (mutated(Mutation::done_before_last_store)) advance_expert(context, block.expert, 1, expert_steps(context, block.expert));
   const uint32_t stride = gemm.accumulator_stride();
   for (uint32_t row = 0; row < gemm.num_rows; ++row) {
     perturb(Point::store);
@@ -187,7 +187,7 @@ inline bool run_l2_tile(const Context& context, const LaunchArguments& launch, c
     for (uint32_t column = 0; column < gemm.num_columns; ++column)
       to[column] = to_bf16(scratch.accumulators[size_t(row) * stride + column]);
   }
-  if constexpr (!mutated(Mutation::done_before_last_store)) advance_expert(context, block.expert, 1);
+  if constexpr (!mutated(Mutation::done_before_last_store)) advance_expert(context, block.expert, 1, expert_steps(context, block.expert));
   return true;
 }
 

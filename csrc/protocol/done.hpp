@@ -11,13 +11,14 @@ MEGAMOE_FN uint32_t expert_steps(const Context& context, uint32_t expert) {
   return (first[expert + 1] - first[expert]) * context.problem->num_l2_tiles;
 }
 
-// Count finished steps of an expert. Called by one thread, after a barrier over the threads whose stores are completed.
-// Whoever completes the count has acquired every other step and passes all of it on with one release to each source.
-MEGAMOE_FN void advance_expert(const Context& context, uint32_t expert, uint32_t steps) {
+// Count finished steps of an expert, of `all` (expert_steps()). Called by one thread, after a barrier over the threads whose
+// stores are completed. Whoever completes the count has acquired every other step and passes all of it on with one release to
+// each source.
+MEGAMOE_FN void advance_expert(const Context& context, uint32_t expert, uint32_t steps, uint32_t all) {
   perturb(Point::tile_done);
   constexpr auto order = mutated(Mutation::relaxed_tile_counter) ? relaxed : acquire_release;
   DeviceRef<uint32_t> progress(context.banked<uint32_t>(context.layout->expert_progress)[expert]);
-  if (progress.fetch_add(steps, order) + steps != expert_steps(context, expert)) return;
+  if (progress.fetch_add(steps, order) + steps != all) return;
   const uint32_t* rows = source_rows(context, expert);
   const uint32_t global = context.first_expert() + expert;
   for (uint32_t step = 0; step < context.problem->num_ranks; ++step) {

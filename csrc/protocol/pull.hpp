@@ -98,7 +98,7 @@ MEGAMOE_FN bool pull_rows(const Context& context, Team& team, CopyRows copy_rows
       if constexpr (mutated(Mutation::arrival_one_too_many)) arrived += first_row == 0 ? 1 : 0;
       DeviceRef<uint32_t>(context.banked<uint32_t>(context.layout->l1_arrival_count)[block])
           .fetch_add(arrived, order);
-      if (!context.has_l2()) advance_expert(context, pool_block.expert, rows);
+      if (!context.has_l2()) advance_expert(context, pool_block.expert, rows, expert_steps(context, pool_block.expert));
       return true;
     });
   }

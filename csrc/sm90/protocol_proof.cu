@@ -120,7 +120,7 @@ MEGAMOE_FN bool run_l2_tile(const Context& context, CtaTeam& cta, const Tile& ti
   }
   cta.sync();
   cta.once([&] {
-    advance_expert(context, block.expert, 1);
+    advance_expert(context, block.expert, 1, expert_steps(context, block.expert));
     return true;
   });
   return true;

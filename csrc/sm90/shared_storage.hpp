@@ -52,6 +52,7 @@ struct TileSlot {
 struct UntoldTile {
   TileWork work;
   uint32_t block, column, expert, failed;
+  uint32_t expert_steps;
 };
 
 // Rows of a tile as the epilogue needs them.

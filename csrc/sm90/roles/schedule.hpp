@@ -86,7 +86,7 @@ class Scheduler {
       ++told_;
       if (tile.failed) continue;
       if (tile.work == TileWork::l2) {
-        advance_expert(context, tile.expert, 1);
+        advance_expert(context, tile.expert, 1, tile.expert_steps);
       } else if (context.stage >= Stage::l1_epilogue) {
         mark_l1_tile(context, tile.block, tile.column);
       }
@@ -114,8 +114,9 @@ class Scheduler {
       slot.pieces = pieces;
       slot.failed = 0;
       slot.turn = next_.turn;
-      shared_.untold[next_.turn % kUntoldTiles] = {slot.work, tile.block, tile.column, block.expert, 0};
       arrive(&shared_.tile_full[next_.slot()]);
+      shared_.untold[next_.turn % kUntoldTiles] = {slot.work, tile.block, tile.column, block.expert, 0,
+                                                   l1 ? 0 : expert_steps(context, block.expert)};
     }
     const float* first = reinterpret_cast<const float*>(l1 ? shared_.launch.l1_sf : shared_.launch.l2_sf) +
                          (uint64_t(block.expert) * scale_rows + scale_row) * depth;
