@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from harness import processes
 from harness.machine import Machine
 
 QUERY_SECONDS = 30.0  # without persistence mode the driver may have to wake first
 BUSY_BYTES = 1 << 30
 SLACK_BYTES = 64 << 20  # what the driver itself keeps goes up and down by this
+FIRST_PID_NAMESPACE = "pid:[4026531836]"  # the kernel's PROC_PID_INIT_INO
 RELEASE_S = 5.0  # memory of a process that has ended may take this long to be free again
 
 _GPU_FIELDS = "index,uuid,name,memory.total,memory.used"
@@ -96,8 +99,10 @@ def _chosen(gpus: list[GpuMemory], environment: Mapping[str, str]) -> list[GpuMe
         return gpus
     chosen = []
     for word in filter(None, (word.strip() for word in wanted.split(","))):
-        if word.startswith("MIG-") or word == "-1":
-            continue  # parts of GPUs are not told apart here; -1 ends the list
+        if word == "-1":  # ends the list
+            break
+        if word.startswith("MIG-"):  # parts of GPUs are not told apart here
+            continue
         found = [
             gpu for gpu in gpus if word == str(gpu.index) or (word.startswith("GPU-") and gpu.uuid.startswith(word))
         ]
@@ -160,24 +165,40 @@ def _of_total(gpu: GpuMemory) -> str:
     return f"{gpu.used_bytes / 2**30:.2f} of {gpu.total_bytes / 2**30:.0f} GiB"
 
 
-def _grown(before: GpuLook, after: GpuLook) -> list[tuple[GpuMemory, int, list[GpuProcess]]]:
-    """Each GPU with more memory taken than before: by how many bytes, and the processes that were not there."""
+def _grown(before: GpuLook, after: GpuLook) -> list[tuple[GpuMemory, int]]:
+    """Each GPU with more memory taken than before, and by how many bytes."""
     was = {gpu.uuid: gpu.used_bytes for gpu in before.gpus}
-    known = {(process.gpu_uuid, process.pid) for process in before.processes}
-    grown = []
-    for gpu in after.gpus:
-        more = (gpu.used_bytes or 0) - (was.get(gpu.uuid) or 0)
-        if more > SLACK_BYTES:
-            new = [process for process in after.processes_on(gpu) if (gpu.uuid, process.pid) not in known]
-            grown.append((gpu, more, new))
-    return grown
+    more = [(gpu, (gpu.used_bytes or 0) - (was.get(gpu.uuid) or 0)) for gpu in after.gpus]
+    return [(gpu, num_bytes) for gpu, num_bytes in more if num_bytes > SLACK_BYTES]
+
+
+def is_container() -> bool:
+    """Whether this is another pid namespace than the machine's first. nvidia-smi shows few there, or none."""
+    try:
+        return os.readlink(processes.PROC / "self/ns/pid") != FIRST_PID_NAMESPACE
+    except OSError:
+        return True
+
+
+def _device_holders() -> list[str]:
+    """Living processes that have a GPU's device file open, as far as this one may look: of the same user, in here."""
+    holders = []
+    for process in processes.all_processes().values():
+        try:
+            links = [os.readlink(path) for path in (processes.PROC / str(process.pid) / "fd").iterdir()]
+        except OSError:  # another user's, or gone by now
+            continue
+        if any(re.fullmatch(r"/dev/nvidia[0-9]+", link) for link in links):
+            holders.append(processes.describe(process))
+    return holders
 
 
 def compare_after(before: GpuLook, look: Callable[[], GpuLook] = look_at_gpus) -> tuple[list[str], list[str]]:
     """(left behind, to note): memory that is taken now and was not before, once ended processes have let go of it.
 
-    All processes of the run have ended by now. So memory of a process that came meanwhile is somebody else's, and
-    worth a note; memory that nobody shows as his is left behind.
+    All processes of the run have ended by now, or are named by who could not end them. So memory of any process that
+    shows is somebody else's, and worth a note. Memory of none is left behind where nvidia-smi shows all there are; in
+    a container it is for all that is known a process's outside.
     """
     if before.problem:
         return [], []
@@ -188,13 +209,17 @@ def compare_after(before: GpuLook, look: Callable[[], GpuLook] = look_at_gpus) -
         after = look()
     if after.problem:
         return [f"GPUs: {after.problem}"], []
+    known = {(process.gpu_uuid, process.pid) for process in before.processes}
     left, notes = [], []
-    for gpu, more, new in _grown(before, after):
+    for gpu, more in _grown(before, after):
         text = f"GPU {gpu.index}: {more / 2**30:.2f} GiB more are taken than before the run"
-        if new:
-            notes.append(f"{text}, by {', '.join(process.words for process in new)}, not of this run")
+        shown = after.processes_on(gpu)
+        new = [process for process in shown if (gpu.uuid, process.pid) not in known]
+        if shown:
+            notes.append(f"{text}, by {', '.join(process.words for process in new or shown)}, not of this run")
+        elif is_container():
+            who = ", or by ".join(["a process outside this container", *_device_holders()])
+            notes.append(f"{text}, by {who}: every process of this run has ended; `nvidia-smi` on the host shows whose")
         else:
-            left.append(
-                f"{text}, and no process shows as new there: look at `nvidia-smi` on the host, outside the container"
-            )
+            left.append(f"{text}, and no process shows there: look at `nvidia-smi` and `dmesg`")
     return left, notes
