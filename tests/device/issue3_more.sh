@@ -2,7 +2,8 @@
 # One call on a machine with two GPUs of compute capability 9.0: what target sm90 must do beyond the phases.
 #   bash tests/device/issue3_more.sh [STEP ...]     from the root of the checkout; logs go to $OUT (default: runs/device)
 # Without a STEP (names below) all of them, most important first. LIMIT_S (default 480) ends everything; SOAK_SECONDS 80,
-# SOAK_SEED 1. Leaves at most eight files. The table comes last. Exit code 0: every step passed.
+# SOAK_SEED 1. Leaves at most eight files. The table comes last. Exit code 0: every step passed. The deliberate faults
+# (no_fence, relaxed_tile_counter, relaxed_arrival) pass whether they were "seen" or "NOT SEEN": a GPU need not show them.
 set -u
 cd "$(dirname "$0")/../.." || exit 2
 export PYTHONPATH=. PYTHONUNBUFFERED=1 CUDA_MODULE_LOADING=EAGER MEGAMOE_CACHE_DIR="${MEGAMOE_CACHE_DIR:-/tmp/megamoe_cache}"
@@ -12,7 +13,7 @@ SOAK_SECONDS="${SOAK_SECONDS:-80}"
 SOAK_SEED="${SOAK_SEED:-1}"
 limit="${LIMIT_S:-480}"
 on_gpu0=(fill graphs several host_cost host_views foreign rerun_fast)
-on_gpu1=(memcheck synccheck initcheck racecheck memcheck-fast)
+on_gpu1=(memcheck synccheck initcheck racecheck_minimal racecheck memcheck-fast)
 on_both=(faults litmus soak rerun worlds replay_faults no_fence relaxed_tile_counter relaxed_arrival soak-fast soak-nccl)
 wanted=" ${*:-${on_gpu0[*]} ${on_gpu1[*]} ${on_both[*]}} "
 for name in $wanted; do
@@ -47,18 +48,23 @@ soak() { # NAME LIMIT OPTIONS...
     --local-addr=127.0.0.1 --max-restarts=0 tests/device/soak.py --seed "$SOAK_SEED" "${@:3}"
 }
 sanitizer() { # NAME LIMIT TOOL ACCUMULATE
-  local only=()
+  local only=() api=()
+  # cuda-python asks the driver for entry points that it may not have (cuGetProcAddress_v2: "invalid argument"); that is
+  # no fault, but memcheck counts it as one. What this layer calls is checked where it is called.
+  [ "$3" = memcheck ] && api=(--report-api-errors no)
   # initcheck has to see who writes, the others need only look at this layer's kernels.
   [ "$3" != initcheck ] && compute-sanitizer --help 2>&1 | grep -q -- --kernel-regex && only=(--kernel-regex kns=megamoe)
   # Lazily: loading all of torch's kernels under the tool takes longer than the run. One allocation a tensor: the tool
   # sees where each ends.
-  run "$1" "$2" env CUDA_MODULE_LOADING=LAZY PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$3" "${only[@]}" \
-    --print-limit 20 --error-exitcode 9 python3 tests/device/small_run.py "$4"
+  run "$1" "$2" env CUDA_MODULE_LOADING=LAZY PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$3" \
+    "${only[@]}" "${api[@]}" --print-limit 20 --error-exitcode 9 python3 tests/device/small_run.py "$4"
 }
 step() {
   [[ "$wanted" == *" $1 "* ]] || return
   case $1 in
-    memcheck | synccheck | initcheck | racecheck) sanitizer "$1" 75 "$1" fp32 ;;
+    memcheck | synccheck | initcheck) sanitizer "$1" 75 "$1" fp32 ;;
+    racecheck_minimal) run "$1" 60 python3 tests/device/racecheck.py minimal ;;
+    racecheck) run "$1" 90 python3 tests/device/racecheck.py kernel ;;
     memcheck-fast) sanitizer "$1" 60 memcheck fast ;;
     soak) soak "$1" $((SOAK_SECONDS + 45)) --seconds "$SOAK_SECONDS" ;;
     soak-fast) soak "$1" 50 --seconds 12 --launches 2000 --accumulate fast ;;
@@ -73,12 +79,19 @@ step() {
 log="$OUT/build.log"
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader >"$log" 2>&1
 run build 150 python3 -c 'from megamoe.targets import host, sm90; sm90.build_all(); host.build_all()'
-mutated=()
+builds=()
 for mutation in relaxed_tile_counter relaxed_arrival; do # so that those steps need not wait for the compiler
   MEGAMOE_SM90_OPTIONS="-DMEGAMOE_MUTATION=$mutation" timeout -k 5 100 \
-    python3 -c 'from megamoe.targets import sm90; sm90.build_fused(1, 128, False, False)' >>"$log.mutations" 2>&1 &
-  mutated+=($!)
+    python3 -c 'from megamoe.targets import sm90; sm90.build_fused(1, 128, False, False)' >>"$log.tests" 2>&1 &
+  builds+=($!)
 done
+if [[ "$wanted" == *" racecheck "* ]]; then # with line numbers
+  for bring_up in False True; do
+    MEGAMOE_SM90_OPTIONS=-lineinfo timeout -k 5 100 \
+      python3 -c "from megamoe.targets import sm90; sm90.build_fused(1, 128, $bring_up, False)" >>"$log.tests" 2>&1 &
+    builds+=($!)
+  done
+fi
 (
   export CUDA_VISIBLE_DEVICES=0
   log="$OUT/gpu0.log"
@@ -91,14 +104,14 @@ first=$!
   for name in "${on_gpu1[@]}"; do step "$name"; done
 ) &
 second=$!
-wait "$first" "$second" "${mutated[@]}"
-cat "$log.mutations" >>"$log" && rm -f "$log.mutations"
+wait "$first" "$second" "${builds[@]}"
+cat "$log.tests" >>"$log" && rm -f "$log.tests"
 log="$OUT/both.log"
 for name in "${on_both[@]}"; do step "$name"; done
 
 logs=()
 for name in build gpu0 gpu1 both; do [ -f "$OUT/$name.log" ] && logs+=("$OUT/$name.log"); done
-grep -a -h -E '^(WRONG|seen|NOT SEEN|rank [0-9]+:|       )|Error|=========.*(error|hazard|ERROR SUMMARY|RACECHECK SUMMARY)|a call costs' \
+grep -a -h -E '^(WRONG|RACE|false|seen|NOT SEEN|rank [0-9]+:|       )|Error|=========.*(error|hazard|ERROR SUMMARY|RACECHECK SUMMARY)|a call costs' \
   "${logs[@]}" | cut -c1-230 | sort | uniq -c | sort -rn | head -n 40
 echo "claims that hold: $(cat "${logs[@]}" | grep -a -c '^ok   ')"
 head -n 1 "$OUT/build.log"
