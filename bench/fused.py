@@ -63,6 +63,11 @@ class FusedLayer:
             for rank, tokens in sets[0].tokens.items()
         }
 
+    def load_kernels(self) -> None:
+        """Take the build that the build options of now ask for, for the launches that follow."""
+        for buffer in self.buffers.values():
+            buffer.load()
+
     def load(self, index: int) -> None:
         """Copy an input set into the views of the buffers."""
         for rank, tokens in self._sets[index].tokens.items():
@@ -106,7 +111,8 @@ class FusedContender:
 
     def load(self, index: int) -> None:
         if self._options is not None:
-            os.environ[OPTIONS_VARIABLE] = self._options  # picks the build of the launches that follow
+            os.environ[OPTIONS_VARIABLE] = self._options
+            self._layer.load_kernels()
         self._layer.load(index)
 
     def call(self) -> None:

@@ -246,7 +246,7 @@ def launch_mega_moe(
         if stats is not None:
             _check_stats(stats, sym_buffer)
         word = num_tokens if isinstance(num_tokens, Tensor) else None
-        # One struct a buffer, of which every launch sets every field: making one costs more.
+        # One struct a buffer, of which every launch sets every field that it reads: making one costs more.
         arguments.y = y.data_ptr() if tokens else 0
         arguments.recv_stats = 0 if stats is None else stats.data_ptr()
         arguments.num_tokens_word = 0 if word is None else word.data_ptr()
@@ -256,7 +256,12 @@ def launch_mega_moe(
         arguments.has_clamp = activation_clamp is not None
         arguments.activation_clamp = activation_clamp or 0.0
         arguments.fast_math = bool(fast_math)
-        _set_bring_up(arguments, sym_buffer.config, stage, debug, role_times)
+        arguments.stage = stage if stage is Stage.COMBINE else int(Stage(stage))
+        arguments.role_times = 0 if role_times is None else _address_of_role_times(role_times)
+        arguments.debug = debug is not None
+        if debug is not None:  # else nothing reads the blocks
+            _check_debug(debug, sym_buffer.config)
+            arguments.debug_row_block, arguments.debug_column_block = debug.row_block, debug.column_block
         sym_buffer.launch(arguments, (y, l1_weights, l2_weights, stats, word, role_times), stream=stream)
 
 
@@ -273,20 +278,6 @@ def _check_weights(l1_weights: L1Weights, l2_weights: L2Weights, sym_buffer: Sym
     for name, tensor in (("l1_weights", l1_weights.weight), ("l2_weights", l2_weights.weight)):
         if tensor.device != sym_buffer.device:
             raise ValueError(f"{name}: got {describe(tensor)}, expected the buffer's device {sym_buffer.device}")
-
-
-def _set_bring_up(
-    arguments: Any, config: MegaMoEConfig, stage: Stage, debug: DebugWindow | None, role_times: Tensor | None
-) -> None:
-    arguments.stage = stage if stage is Stage.COMBINE else int(Stage(stage))
-    if debug is not None:
-        _check_debug(debug, config)
-    arguments.debug = debug is not None
-    arguments.debug_row_block = 0 if debug is None else debug.row_block
-    arguments.debug_column_block = 0 if debug is None else debug.column_block
-    if role_times is not None:
-        _check_role_times(role_times)
-    arguments.role_times = 0 if role_times is None else role_times.data_ptr()
 
 
 def dummy_run(l1_weights: L1Weights, l2_weights: L2Weights, sym_buffer: SymmBuffer) -> None:
@@ -307,9 +298,9 @@ def warmup(sym_buffer: SymmBuffer | VirtualSymmBuffer) -> None:
 
 def _check_y(y: Tensor, num_tokens: int | Tensor | None, sym_buffer: SymmBuffer) -> int:
     hidden, device = sym_buffer.config.hidden, sym_buffer.device
-    if not isinstance(y, Tensor) or y.dim() != 2 or y.shape[1] != hidden or y.dtype != torch.bfloat16:
+    rows, columns = y.shape if isinstance(y, Tensor) and y.dim() == 2 else (-1, -1)
+    if columns != hidden or y.dtype != torch.bfloat16:
         raise ValueError(f"y: got {describe(y)}, expected bf16 [tokens, {hidden}]")
-    rows = y.shape[0]
     if not y.is_contiguous():
         raise ValueError(f"y: got strides {y.stride()} of shape {list(y.shape)}, expected a contiguous tensor")
     if y.device != device:
@@ -331,7 +322,7 @@ def _check_y(y: Tensor, num_tokens: int | Tensor | None, sym_buffer: SymmBuffer)
 def _check_choices(
     recipe: tuple[int, int, int], activation: str, activation_clamp: float | None, fast_math: bool
 ) -> None:
-    if not isinstance(recipe, (tuple, list)) or tuple(recipe) != RECIPE:
+    if recipe is not RECIPE and (not isinstance(recipe, (tuple, list)) or tuple(recipe) != RECIPE):
         raise ValueError(f"recipe: got {recipe!r}, expected {RECIPE}")
     if activation != "swiglu":
         raise ValueError(f"activation: got {activation!r}, expected 'swiglu'")
@@ -359,7 +350,7 @@ def _check_stats(stats: Tensor, sym_buffer: SymmBuffer) -> None:
         )
 
 
-def _check_role_times(role_times: Tensor) -> None:
+def _address_of_role_times(role_times: Tensor) -> int:
     roles = len(ROLE_NAMES)
     if (
         not isinstance(role_times, Tensor)
@@ -368,6 +359,7 @@ def _check_role_times(role_times: Tensor) -> None:
         or not role_times.is_contiguous()
     ):
         raise ValueError(f"role_times: got {describe(role_times)}, expected contiguous int64 [{roles}]")
+    return role_times.data_ptr()
 
 
 def _check_debug(debug: DebugWindow, config: MegaMoEConfig) -> None:

@@ -65,6 +65,21 @@ RESET_REGIONS = (
 
 MAX_TIMEOUT_S = 1e9
 _KNOWN_WEIGHTS = 256
+_TOKEN_DTYPES = (torch.bfloat16, torch.float32)
+_ID_DTYPES = (torch.int32, torch.int64)
+
+
+class _Process:
+    """This process, known without a system call: some sandboxes take microseconds for each."""
+
+    pid = os.getpid()
+
+    @classmethod
+    def note_fork(cls) -> None:
+        cls.pid = os.getpid()
+
+
+os.register_at_fork(after_in_child=_Process.note_fork)
 
 
 def default_timeout_s() -> float:
@@ -159,7 +174,8 @@ class SymmBuffer:
         self._reported_faults = 0
         self._polled: list[Fault] = []  # records that are still in the buffer and were reported
         self._closed = False
-        self._pid = os.getpid()
+        self._pid = _Process.pid
+        self._fills_on_gpu = self.device.type == "cuda"
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{self.layout.num_bytes} bytes, epoch {self.epoch}"
@@ -236,23 +252,24 @@ class SymmBuffer:
             ValueError: a shape, dtype or the number of tokens does not fit; names the argument.
         """
         self._require_open()
+        device, config = self.device, self.config
         for name, tensor in (("x", x), ("topk_idx", topk_idx), ("topk_weights", topk_weights)):
-            if not isinstance(tensor, Tensor) or tensor.device != self.device:
-                raise ValueError(f"{name}: got {describe(tensor)}, expected a tensor on the buffer's {self.device}")
+            if not isinstance(tensor, Tensor) or tensor.device != device:
+                raise ValueError(f"{name}: got {describe(tensor)}, expected a tensor on the buffer's {device}")
             if tensor.layout is not torch.strided:
                 raise ValueError(f"{name}: got {describe(tensor)} of layout {tensor.layout}, expected a dense tensor")
-        config, tokens = self.config, x.shape[0] if x.dim() == 2 else -1
-        if x.dim() != 2 or x.shape[1] != config.hidden or x.dtype not in (torch.bfloat16, torch.float32):
+        tokens, columns = x.shape if x.dim() == 2 else (-1, -1)
+        if columns != config.hidden or x.dtype not in _TOKEN_DTYPES:
             raise ValueError(f"x: got {describe(x)}, expected bf16 or fp32 [tokens, {config.hidden}]")
         self.check_num_tokens(tokens)
         routes = (tokens, config.num_topk)
-        if tuple(topk_idx.shape) != routes or topk_idx.dtype not in (torch.int32, torch.int64):
+        if topk_idx.shape != routes or topk_idx.dtype not in _ID_DTYPES:
             raise ValueError(f"topk_idx: got {describe(topk_idx)}, expected int32 or int64 {list(routes)}")
-        if tuple(topk_weights.shape) != routes or topk_weights.dtype != torch.float32:
+        if topk_weights.shape != routes or topk_weights.dtype != torch.float32:
             raise ValueError(f"topk_weights: got {describe(topk_weights)}, expected fp32 {list(routes)}")
         if not is_fp32(routed_scaling_factor):
             raise ValueError(f"routed_scaling_factor: got {routed_scaling_factor!r}, expected a finite number (fp32)")
-        if self.device.type == "cuda":
+        if self._fills_on_gpu:
             self._rank.fill(x, topk_idx, topk_weights, routed_scaling_factor, ue8m0)
             return tokens
         values, scales = quantize_activations(x, ue8m0=ue8m0)
@@ -273,13 +290,11 @@ class SymmBuffer:
     # --- launching and faults ------------------------------------------------------------------------------------
 
     def launch(self, arguments: Any, keep_alive: object, *, stream: Any = None) -> None:
-        """Queue a launch on this rank. Users call ``fp8_mega_moe``; its arguments are checked there."""
-        self._require_open()
+        """Queue a launch on this rank. Users call ``fp8_mega_moe``, which holds the lock and has checked everything."""
         captured = self._rank.launch(arguments, keep_alive, stream)
         self._launches += 1
-        if captured:  # it has not run, and nothing may be read meanwhile
-            return
-        if self._check_every is not None and self._launches % self._check_every == 0:
+        # One that is captured has not run, and nothing may be read meanwhile.
+        if self._check_every is not None and not captured and self._launches % self._check_every == 0:
             self._raise_for_faults(idle=False)
 
     def load(self) -> None:
@@ -362,7 +377,7 @@ class SymmBuffer:
     def _require_open(self) -> None:
         if self._closed:
             raise ValueError(f"sym_buffer: the buffer of rank {self.rank} is closed, expected an open one")
-        if self._pid != os.getpid():  # what it wrote would be in the parent's buffer
+        if self._pid != _Process.pid:  # what it wrote would be in the parent's buffer
             raise ValueError(
                 f"sym_buffer: got one of process {self._pid}: a forked child cannot launch on it or use it"
             )

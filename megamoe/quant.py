@@ -24,6 +24,7 @@ from megamoe.config import SCALE_BLOCK
 
 E4M3 = torch.float8_e4m3fn
 FP32 = torch.finfo(torch.float32)
+FP32_MAX = float(FP32.max)
 E4M3_MAX = 448.0
 """Largest finite e4m3 value."""
 E4M3_NAN_BITS = 0x7F
@@ -44,7 +45,8 @@ def describe(value: object) -> str:
 
 def is_fp32(value: object) -> bool:
     """Whether it is a finite number within the range of fp32."""
-    return isinstance(value, Real) and bool(-FP32.max <= cast(float, value) <= FP32.max)
+    # In a call's path: float first, since asking the abstract class costs ten times as much.
+    return isinstance(value, (float, Real)) and bool(-FP32_MAX <= cast(float, value) <= FP32_MAX)
 
 
 def e4m3_rn_sat(values: Tensor) -> Tensor:

@@ -83,12 +83,14 @@ class FakeGpus:
 
     Attributes:
         kernels: (GPU, ranks, granularity, bring-up, fast) that were loaded.
+        launched: of those, what each grid ran, captured or not.
         grids: (GPU, ranks, CTAs) of every grid that was started, captured or not.
         capturing: the graph that captures, if one does.
         stream: what the current stream is said to be.
     """
 
     kernels: list[tuple[int, int, int, bool, bool]] = field(default_factory=list)
+    launched: list[tuple[int, int, int, bool, bool]] = field(default_factory=list)
     grids: list[tuple[int, tuple[int, ...], int]] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     capturing: FakeGraph | None = None
@@ -137,9 +139,10 @@ class FakeGpus:
 
 
 class FakeKernel:
-    def __init__(self, gpus: FakeGpus, device: int) -> None:
+    def __init__(self, gpus: FakeGpus, variant: tuple[int, int, int, bool, bool]) -> None:
         self.gpus = gpus
-        self.device = device
+        self.variant = variant
+        self.device = variant[0]
 
     def launch_packed(self, num_ctas: int, num_threads: int, packed: sm90.PackedArguments, stream: int) -> None:
         group, table = packed._arguments
@@ -147,6 +150,7 @@ class FakeKernel:
         assert num_threads == sm90.FUSED_THREADS
         assert num_ctas % len(entries) == 0
         assert num_ctas <= NUM_SMS
+        self.gpus.launched.append(self.variant)
         self.gpus.grids.append((self.device, tuple(entry.rank for entry in entries), num_ctas))
 
         def start() -> None:
@@ -202,8 +206,9 @@ def replacements(gpus: FakeGpus) -> list[tuple[object, str, object]]:
         ctypes.memmove(address, data, len(data))
 
     def fused_kernel(device: int, ranks_here: int, l2_sf_granularity: int, bring_up: bool, fast: bool) -> FakeKernel:
-        gpus.kernels.append((device, ranks_here, l2_sf_granularity, bring_up, fast))
-        return FakeKernel(gpus, device)
+        variant = (device, ranks_here, l2_sf_granularity, bring_up, fast)
+        gpus.kernels.append(variant)
+        return FakeKernel(gpus, variant)
 
     @contextmanager
     def graph(captured: FakeGraph, **options: object) -> Iterator[None]:

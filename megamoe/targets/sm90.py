@@ -127,7 +127,8 @@ def generated_headers() -> dict[str, str]:
 
 
 def extra_options() -> tuple[str, ...]:
-    """Options of test builds: MEGAMOE_SM90_OPTIONS, for example ``-DMEGAMOE_MUTATION=mask_bit_missing``."""
+    """Options of test builds: MEGAMOE_SM90_OPTIONS, for example ``-DMEGAMOE_MUTATION=mask_bit_missing``. A buffer takes
+    them when it is opened and at each ``load()``."""
     return tuple(os.environ.get("MEGAMOE_SM90_OPTIONS", "").split())
 
 
@@ -382,16 +383,17 @@ class Kernel:
 
     def launch_packed(self, num_ctas: int, num_threads: int, arguments: PackedArguments, stream: int) -> None:
         """`launch` with packed arguments and a stream as the driver knows it: what a call of the layer makes."""
-        addresses, driver = arguments.address, _driver()
-        shape = (num_ctas, 1, 1, num_threads, 1, 1)
-        if torch.cuda.current_device() == self.device:
-            (status,) = driver.cuLaunchKernel(self.function, *shape, self.shared_bytes, stream, addresses, 0)
-            if status == driver.CUresult.CUDA_SUCCESS:
+        launch = (self.function, num_ctas, 1, 1, num_threads, 1, 1, self.shared_bytes, stream, arguments.address, 0)
+        # torch.cuda.current_device() without its look whether CUDA is set up, which the kernel's loading has done.
+        if torch._C._cuda_getDevice() == self.device:
+            driver = _driver()
+            (status,) = driver.cuLaunchKernel(*launch)
+            if not status:  # CUDA_SUCCESS
                 return
             if status != driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:  # a thread that has not used the GPU yet
                 raise RuntimeError(f"cuLaunchKernel of {self.name} with {num_ctas} CTAs: {status.name}")
         with on_device(self.device):
-            _call("cuLaunchKernel", self.function, *shape, self.shared_bytes, stream, addresses, 0)
+            _call("cuLaunchKernel", *launch)
 
 
 class PackedArguments:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megamoe.config import MegaMoEConfig, ceil_div
+from megamoe.config import MegaMoEConfig, Stage, ceil_div
 from megamoe.groups import DistributedGroup, LocalGroup
 from megamoe.layout import BufferLayout, Region
 from megamoe.targets import sm90
@@ -29,6 +29,7 @@ _MAP_BYTES = 128
 _MAPS_BYTES = 6 * _MAP_BYTES
 _MAPS_IN_CHUNK = 64
 _VECTOR_BYTES = 16
+_LAST_STAGE = int(Stage.COMBINE)
 
 
 def check_config(config: MegaMoEConfig) -> None:
@@ -219,11 +220,10 @@ def _current_stream(device: int) -> int:
 
 
 def _is_capturing(stream: int) -> bool:
-    driver = sm90._driver()
-    status, capture = driver.cuStreamIsCapturing(stream)
-    if status != driver.CUresult.CUDA_SUCCESS:
+    status, capture = sm90._driver().cuStreamIsCapturing(stream)
+    if status:  # CUDA_SUCCESS is 0, and so is CU_STREAM_CAPTURE_STATUS_NONE
         raise RuntimeError(f"cuStreamIsCapturing({stream:#x}): {status.name}")
-    return bool(capture != driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
+    return bool(capture)
 
 
 @dataclass(frozen=True)
@@ -253,28 +253,35 @@ class Grid:
         self._waiting: dict[int, deque[_Waiting]] = {rank: deque() for rank in self.ranks}
         self._group = sm90.group_arguments(layout.config)
         self._packed: dict[int, tuple[Any, sm90.PackedArguments]] = {}
+        self._kernels: dict[tuple[int, bool], sm90.Kernel] = {}
+        self.fill_kernels: dict[torch.dtype, sm90.Kernel] = {}
         self._streams: set[int] = set()  # with launches that nobody waited for
         self._captured = False
 
     def load(self) -> None:
         """Load the kernels of the whole grid, and make what must not be made while a graph is captured."""
         sm90.copy_stream(self.device)
+        self._kernels.clear()  # the build options may be others now
         for bring_up in (False, True):
             self._kernel(len(self.ranks), bring_up)
         for dtype in sm90.FILL_KERNELS:
-            sm90.fill_kernel(self.device, dtype)
+            self.fill_kernels[dtype] = sm90.fill_kernel(self.device, dtype)
 
     def _kernel(self, num_ranks: int, bring_up: bool) -> sm90.Kernel:
-        config = self.layout.config
-        fast = config.accumulate == "fast"
-        return sm90.fused_kernel(self.device, num_ranks, config.l2_sf_granularity, bring_up, fast)
+        kernel = self._kernels.get((num_ranks, bring_up))
+        if kernel is None:
+            config = self.layout.config
+            fast = config.accumulate == "fast"
+            kernel = sm90.fused_kernel(self.device, num_ranks, config.l2_sf_granularity, bring_up, fast)
+            self._kernels[num_ranks, bring_up] = kernel
+        return kernel
 
     def submit(self, entry: Any, keep_alive: object, stream: int) -> bool:
         """Queue a rank's launch, copying its arguments; the grid starts once every rank of the GPU has one. True: it is
         captured into a graph."""
         captured = _is_capturing(stream)
-        if len(self.ranks) == 1:
-            self._start([_Waiting(entry, keep_alive, stream, captured)])
+        if len(self.ranks) == 1:  # waits for nobody, and the launch copies the entry
+            self._run((entry,), stream, captured)
             return captured
         copied = type(entry).from_buffer_copy(entry)
         self._waiting[entry.rank].append(_Waiting(copied, keep_alive, stream, captured))
@@ -298,14 +305,22 @@ class Grid:
         others = {launch.stream for launch in launches} - {stream}
         for other in others:
             self._order(other, then=stream)
-        bring_up = any(launch.entry.launch.stage != 6 or launch.entry.launch.debug for launch in launches)
-        kernel = self._kernel(len(launches), bring_up)
-        table, packed = self._table(len(launches))
-        for index, launch in enumerate(launches):
-            table[index] = launch.entry
-        kernel.launch_packed(self.ctas_per_rank * len(launches), sm90.FUSED_THREADS, packed, stream)
+        self._run([launch.entry for launch in launches], stream, captured)
         for other in others:
             self._order(stream, then=other)
+
+    def _run(self, entries: Sequence[Any], stream: int, captured: bool) -> None:
+        """Launch the grid of these ranks."""
+        num_ranks = len(entries)
+        table, packed = self._table(num_ranks)
+        bring_up = False
+        for index, entry in enumerate(entries):
+            table[index] = entry
+            launch = entry.launch
+            if launch.stage != _LAST_STAGE or launch.debug:
+                bring_up = True
+        kernel = self._kernel(num_ranks, bring_up)
+        kernel.launch_packed(self.ctas_per_rank * num_ranks, sm90.FUSED_THREADS, packed, stream)
         if captured:
             self._captured = True
         else:
@@ -397,22 +412,25 @@ class Sm90Rank:
         tokens, hidden = x.shape
         if tokens == 0:
             return
-        if x.stride(1) != 1 or (x.stride(0) * x.element_size()) % _VECTOR_BYTES or x.data_ptr() % _VECTOR_BYTES:
+        row_stride, column_stride = x.stride()
+        address = x.data_ptr()
+        if column_stride != 1 or (row_stride * x.element_size()) % _VECTOR_BYTES or address % _VECTOR_BYTES:
             x = x.clone(memory_format=torch.contiguous_format)
+            row_stride, address = hidden, x.data_ptr()
         topk_idx, topk_weights = topk_idx.contiguous(), topk_weights.contiguous()
         arguments = self._fill_arguments
-        arguments.x, arguments.topk_idx, arguments.topk_weights = (
-            tensor.data_ptr() for tensor in (x, topk_idx, topk_weights)
-        )
-        arguments.x_stride = x.stride(0)
+        arguments.x = address
+        arguments.topk_idx = topk_idx.data_ptr()
+        arguments.topk_weights = topk_weights.data_ptr()
+        arguments.x_stride = row_stride
         arguments.num_tokens = tokens
         arguments.wide_ids = topk_idx.dtype == torch.int64
         arguments.ue8m0 = ue8m0
         arguments.routed_scaling_factor = routed_scaling_factor
-        gpu = self._grid.device
         groups = tokens * (hidden // BLOCK_K)
         ctas = min(ceil_div(groups, sm90.FILL_GROUPS_PER_CTA), self._max_fill_ctas)
-        sm90.fill_kernel(gpu, x.dtype).launch_packed(ctas, sm90.FILL_THREADS, self._packed_fill, _current_stream(gpu))
+        kernel, stream = self._grid.fill_kernels[x.dtype], _current_stream(self._grid.device)
+        kernel.launch_packed(ctas, sm90.FILL_THREADS, self._packed_fill, stream)
 
     @property
     def status(self) -> Any:
