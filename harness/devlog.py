@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -20,6 +19,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from harness.display import printable
 from harness.earlier import EarlierRun, read_run
+from harness.git import GitError, run_git
 from harness.jsonlines import read_sound_lines
 from harness.plan import BadRequest
 from harness.report import TEMPLATES, number_of, phase_words, summary_lines
@@ -27,7 +27,6 @@ from harness.results import FAILING, RESULTS_FILE, RUN_FILE
 
 DEVLOG_FILE = "DEVLOG.md"
 MARK = "[no result]"
-GIT_SECONDS = 60
 
 
 @dataclass(frozen=True)
@@ -41,14 +40,9 @@ class Change:
 def _git(checkout: Path, *arguments: str) -> str:
     """What git prints. Raises BadRequest where it fails."""
     try:
-        done = subprocess.run(
-            ["git", *arguments], cwd=checkout, capture_output=True, text=True, timeout=GIT_SECONDS, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise BadRequest(f"git {arguments[0]}: {error}") from error
-    if done.returncode != 0:
-        raise BadRequest(f"git {arguments[0]} in {checkout}: {done.stderr.strip()}")
-    return done.stdout
+        return run_git(checkout, *arguments)
+    except GitError as error:
+        raise BadRequest(str(error)) from error
 
 
 def find_parent(checkout: Path) -> str:

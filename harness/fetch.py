@@ -9,6 +9,7 @@ from typing import Any
 
 from harness.nodes import Node, NodeError
 from harness.remote import ORIGIN_FILE, Session, fresh_folder, write_origin
+from harness.remote_agent import STATE_FILE
 from harness.sync import probe, pull
 
 
@@ -48,7 +49,7 @@ def fetch(node: Node, run: str | None, runs_folder: Path, say: Callable[[str], N
         raise NodeError(f"{node.words}: no run {run!r}; the newest are {', '.join(hello['runs'][-5:])}")
     folder = _local_folder(node, run, runs_folder)
     pull(node, run, folder)
-    state = _read(folder / "node.json")
+    state = _read(folder / STATE_FILE)
     is_newest_and_busy = hello["busy"] is not None and run == hello["runs"][-1]
     if state.get("state") == "ended":
         say(

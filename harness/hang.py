@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from harness import processes
 from harness.processes import PROC, ProcessKey
-from harness.rank import fault_file, launch_file, log_file, responder_file, write_whole
+from harness.rank import DUMP_SUFFIX, fault_file, launch_file, log_file, responder_file, write_whole
 
 if TYPE_CHECKING:
     from megamoe.config import MegaMoEConfig
@@ -41,6 +41,8 @@ MAX_SECONDS = 10.0
 TIME_SHARE = 0.8  # of what is left until the kill
 DUMPS_SHARE = 0.5  # of the bundle's time: when it has passed no further buffer is saved
 STACKS_WAIT_S = 0.5
+BUFFER_LINK = "/memfd:megamoe-rank"
+"""How links to ranks' memory begin (megamoe/inspect/names.py, which is imported only where there is one)."""
 DEVICE_WAIT_SHARE = 0.4
 NATIVE_SECONDS = 3.0  # of one process
 NATIVE_SHARE = 0.8
@@ -300,7 +302,7 @@ class _Writer:
             *self.notes,
             *(f"rank {rank}: {self._process_words(rank)}" for rank in self.trouble.ranks),
         ]
-        dumps = sorted(path.name for path in self.hang.glob("*.dump"))
+        dumps = sorted(path.name for path in self.hang.glob(f"*{DUMP_SUFFIX}"))
         facts.append(f"saved buffers: {', '.join(dumps) or 'none'} (megamoe inspect {self.hang})")
         facts.append("a rank each: " + ", ".join(files) if files else "this bundle was not finished")
         (self.hang / SUMMARY_TEXT).write_text("\n".join(facts) + "\n", errors="replace")
@@ -355,7 +357,7 @@ class _Writer:
 def _holds_buffers(pid: int) -> bool:
     folder = PROC / str(pid) / "fd"
     try:
-        return any(os.readlink(folder / name).startswith("/memfd:megamoe-rank") for name in os.listdir(folder))
+        return any(os.readlink(folder / name).startswith(BUFFER_LINK) for name in os.listdir(folder))
     except OSError:  # it closes files, or is gone
         return False
 

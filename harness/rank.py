@@ -17,6 +17,8 @@ from pathlib import Path
 
 from harness.processes import own_key, set_parent_death_signal
 
+DUMP_SUFFIX = ".dump"
+"""Of a rank's saved buffer (megamoe/inspect/dump.py)."""
 DUMP_VIEWS_VARIABLE = "MEGAMOE_DUMP_VIEWS"
 """Set by ``harness run --dump``: save every launch that is compared, not only the first that fails."""
 

@@ -20,10 +20,9 @@ from typing import Any
 from harness.jsonlines import read_json_lines
 from harness.outcome import Outcome
 from harness.plan import Step
+from harness.rank import DUMP_SUFFIX
 
 RECORD_FILE = "record.jsonl"
-DUMP_SUFFIX = ".dump"
-"""Of a rank's saved buffer (megamoe/inspect/dump.py)."""
 MAX_MAP_EDGE = 64
 
 

@@ -16,6 +16,7 @@ from xml.etree import ElementTree
 
 from harness.outcome import Outcome
 from harness.plan import Step
+from harness.rank import write_whole
 from harness.record import ViewTotal
 from harness.supervisor import LAUNCHER_LOG
 
@@ -136,6 +137,7 @@ def _plain(value: Any) -> Any:
 
 
 def kept_words(step: Step) -> str:
+    """For a step with ``kept_from``."""
     return f"kept from run {step.kept_from}"
 
 
@@ -191,9 +193,7 @@ def append_line(folder: Path, line: Mapping[str, Any]) -> None:
 
 def write_run_file(folder: Path, values: Mapping[str, Any]) -> None:
     """run.json: what was asked, the machine, the commit, pre- and post-flight, the exit code."""
-    temporary = folder / f"{RUN_FILE}.tmp"
-    temporary.write_text(json.dumps(_plain(values), indent=1, allow_nan=False) + "\n")
-    temporary.replace(folder / RUN_FILE)
+    write_whole(folder / RUN_FILE, json.dumps(_plain(values), indent=1, allow_nan=False) + "\n")
 
 
 def _xml_text(text: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from pathlib import Path
 from harness.display import Display, show_summary
 from harness.earlier import narrow_to_undone
 from harness.flight import post_flight, pre_flight
+from harness.git import GitError, describe_commit
 from harness.keys import EarlierSteps, StepKeys, keep_passes, toolchain
 from harness.launch import base_environment, run_supervised, step_command, step_environment
 from harness.machine import Machine, look_at_machine
@@ -208,16 +208,14 @@ class Run:
 
 
 def _commit(folder: Path) -> str:
-    """The checkout's commit, with ``+`` when files differ from it; a word when there is none. A copy on a node
-    is no checkout: there MEGAMOE_COMMIT says which commit it was made from."""
+    """See describe_commit; in words where there is none. A copy on a node is no checkout: there MEGAMOE_COMMIT says
+    which commit it was made from."""
     if sent_with := os.environ.get("MEGAMOE_COMMIT"):
         return sent_with
     try:
-        command = ["git", "describe", "--always", "--abbrev=40", "--dirty=+"]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=20, check=False)
-    except (FileNotFoundError, subprocess.TimeoutExpired) as error:
+        return describe_commit(folder)
+    except GitError as error:
         return f"unknown ({error})"
-    return done.stdout.strip() if done.returncode == 0 else "unknown (not a git checkout)"
 
 
 @dataclass(frozen=True)

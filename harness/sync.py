@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness.git import GitError, describe_commit, run_git
 from harness.manifest import KEPT_FOLDERS, make_manifest, manifest_hash
 from harness.nodes import Node, NodeError, explain_ssh
 
@@ -43,20 +44,10 @@ class Snapshot:
         return manifest_hash(self.manifest)
 
 
-def _git(root: Path, *arguments: str) -> str:
-    try:
-        done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, check=False)
-    except FileNotFoundError as error:
-        raise NodeError("git is not on PATH: it tells which files to send; install it") from error
-    if done.returncode != 0:
-        said = " ".join(done.stderr.decode(errors="replace").split())
-        raise NodeError(f"{root}: git cannot tell which files to send ({said}); --node needs a git checkout")
-    return os.fsdecode(done.stdout)
-
-
 def files_to_send(root: Path) -> list[str]:
-    """Tracked files as they are in the work tree, and untracked ones that git does not ignore."""
-    listed = _git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard").split("\0")
+    """Tracked files as they are in the work tree, and untracked ones that git does not ignore. Raises GitError, or
+    NodeError for a checkout inside the checkout."""
+    listed = run_git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard").split("\0")
     names = sorted({name for name in listed if name and os.path.lexists(root / name)})  # a tracked one may be deleted
     for name in names:
         if name.endswith("/") or ((root / name).is_dir() and not (root / name).is_symlink()):
@@ -68,9 +59,12 @@ def files_to_send(root: Path) -> list[str]:
 
 @contextmanager
 def snapshot(root: Path) -> Iterator[Snapshot]:
-    """Copied first, so that what is hashed and what is sent are the same even while somebody edits."""
-    names = files_to_send(root)
-    commit = _git(root, "describe", "--always", "--abbrev=40", "--dirty=+").strip()
+    """A copy, so that what is hashed and what is sent are the same even while somebody edits. Raises NodeError."""
+    try:
+        names = files_to_send(root)
+        commit = describe_commit(root)
+    except GitError as error:
+        raise NodeError(f"which files to send cannot be told ({error}); --node needs a git checkout") from error
     with tempfile.TemporaryDirectory(prefix="megamoe-send-") as name:
         folder = Path(name)
         for file in names:

@@ -15,9 +15,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from harness.hang import HANG_FOLDER, Trouble, answer_file, write_bundle
+from harness.hang import BUFFER_LINK, HANG_FOLDER, Trouble, answer_file, write_bundle
 from harness.processes import own_key
-from harness.rank import DUMP_VIEWS_VARIABLE, launch_file
+from harness.rank import DUMP_SUFFIX, DUMP_VIEWS_VARIABLE, launch_file
 from harness.spec import load_specs
 from megamoe import L1Weights, Stage, launch_mega_moe
 from megamoe.buffer import DEBUG_VIEWS
@@ -28,9 +28,9 @@ from megamoe.inspect import dump as dump_module
 from megamoe.inspect.diff import SOURCES, VIEW_STAGES, diff_dumps, runs_words
 from megamoe.inspect.dump import LaunchFacts, load_dump, load_group, write_dump
 from megamoe.inspect.image import NotSaved
-from megamoe.inspect.names import memfd_name, parse_memfd_link
+from megamoe.inspect.names import LINK_PREFIX, memfd_name, parse_memfd_link
 from megamoe.inspect.outside import OutsideBuffers
-from megamoe.inspect.rows import run_of_row
+from megamoe.inspect.rows import PULL_WINDOW, run_of_row
 from megamoe.inspect.tensors import region_tensor
 from phases.phase4 import l1_epilogue_correctness as phase4
 from phases.phase6 import end_to_end_correctness as phase6
@@ -294,6 +294,13 @@ def test_runs_of_rows_are_numbered_as_the_kernel_claims_them() -> None:
     assert [run for run, _, _ in order] == list(range(66))
     assert [(block, row) for _, block, row in order[30:34]] == [(30, 0), (31, 0), (0, 4), (1, 4)]
     assert [(block, row) for _, block, row in order[64:]] == [(32, 0), (32, 4)]
+
+
+def test_what_is_written_down_twice_is_the_same() -> None:
+    """The harness imports megamoe only where there is a buffer, and neither reads C++."""
+    assert (BUFFER_LINK, DUMP_SUFFIX) == (LINK_PREFIX, dump_module.SUFFIX)
+    pull = (REPOSITORY / "csrc/protocol/pull.hpp").read_text()
+    assert re.findall(r"constexpr uint32_t kPullWindow = (\d+);", pull) == [str(PULL_WINDOW)]
 
 
 def test_every_view_has_a_source_that_exists() -> None:

@@ -8,7 +8,7 @@ from dataclasses import astuple
 from megamoe.config import MegaMoEConfig
 
 MEMFD_PREFIX = "megamoe-rank"
-_LINK_PREFIX = f"/memfd:{MEMFD_PREFIX}"
+LINK_PREFIX = f"/memfd:{MEMFD_PREFIX}"
 _DELETED = " (deleted)"
 
 
@@ -23,9 +23,9 @@ def parse_memfd_link(link: str) -> tuple[int, MegaMoEConfig] | None:
     Raises:
         ValueError: a rank's memory, but of another version of the package, whose config has other fields.
     """
-    if not link.startswith(_LINK_PREFIX):
+    if not link.startswith(LINK_PREFIX):
         return None
-    rank, colon, fields = link.removeprefix(_LINK_PREFIX).removesuffix(_DELETED).partition(":")
+    rank, colon, fields = link.removeprefix(LINK_PREFIX).removesuffix(_DELETED).partition(":")
     if not colon or not rank.isdecimal():
         return None
     try:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megamoe.config import MegaMoEConfig
 from megamoe.inspect.image import Image
-from megamoe.inspect.names import parse_memfd_link
+from megamoe.inspect.names import LINK_PREFIX, parse_memfd_link
 from megamoe.layout import Region
 
 PROC = Path("/proc")
@@ -88,7 +88,7 @@ def _held_memory(pid: int) -> Iterator[tuple[int, str]]:
     for name in names:
         try:
             link = os.readlink(folder / name)
-            if link.startswith("/memfd:megamoe-rank"):
+            if link.startswith(LINK_PREFIX):
                 yield os.open(folder / name, os.O_RDONLY | os.O_CLOEXEC), link
         except OSError:  # closed between listing and looking
             continue
