@@ -1,10 +1,10 @@
-"""What the last run left undone, for ``--rerun failed``."""
+"""Runs as their files tell them, and what the last one left undone, for ``--rerun failed``."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -85,17 +85,4 @@ def narrow_to_undone(request: Request, runs_folder: Path) -> Request:
         now, then = getattr(request, name), before.get(name)
         return now if now is not None else tuple(then) if then is not None else None
 
-    return Request(
-        phases=request.phases,
-        target=target,
-        ranks=now_or_before("ranks"),
-        groups=now_or_before("groups"),
-        cases=request.cases,
-        repeat=request.repeat,
-        with_gates=request.with_gates,
-        seconds=request.seconds,
-        from_phase=request.from_phase,
-        rerun=request.rerun,
-        keep=request.keep,
-        only=undone,
-    )
+    return replace(request, target=target, ranks=now_or_before("ranks"), groups=now_or_before("groups"), only=undone)

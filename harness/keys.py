@@ -32,9 +32,9 @@ _PACKAGES = (
     *("torch", "numpy", "safetensors", "PyYAML", "psutil"),
     *("nvidia-cuda-cccl", "nvidia-cuda-nvrtc", "cuda-bindings", "nvidia-nccl-cu13"),
 )
-_STEERS = re.compile(r"(MEGAMOE|CUDA|NCCL|TORCH|GLOO|OMP|MKL|OPENBLAS)_.*|CXX|CPATH|PYTHONPATH")
+_STEERING = re.compile(r"(MEGAMOE|CUDA|NCCL|TORCH|GLOO|OMP|MKL|OPENBLAS)_.*|CXX|CPATH|PYTHONPATH")
 """Variables that a step's answer may depend on."""
-_STEERS_NOT = re.compile(r"MEGAMOE_(CACHE_.*|CI|RUN_DIR|STEP_ID)")
+_NOT_STEERING = re.compile(r"MEGAMOE_(CACHE_.*|CI|COMMIT|RUN_DIR|STEP_ID)")
 _IGNORED_SUFFIXES = (".pyc", ".so", ".o")
 COMMAND_SECONDS = 20
 
@@ -67,7 +67,7 @@ def toolchain(machine: Machine, target: str, project_root: Path) -> dict[str, An
         "environment": {
             name: value
             for name, value in sorted(base_environment(project_root).items())
-            if _STEERS.fullmatch(name) and not _STEERS_NOT.fullmatch(name)
+            if _STEERING.fullmatch(name) and not _NOT_STEERING.fullmatch(name)
         },
     }
     if target == "sm90":
@@ -78,7 +78,7 @@ def toolchain(machine: Machine, target: str, project_root: Path) -> dict[str, An
     return found
 
 
-def _files_below(folder: Path) -> Iterator[Path]:
+def _source_files(folder: Path) -> Iterator[Path]:
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path.suffix not in _IGNORED_SUFFIXES and "__pycache__" not in path.parts:
             yield path
@@ -104,7 +104,7 @@ class StepKeys:
         project = self._phases_root.parent
         roots = [self._phases_root, project / "megamoe", project / "csrc", _HARNESS]
         for root in dict.fromkeys(root for root in roots if root.is_dir()):
-            for path in _files_below(root):
+            for path in _source_files(root):
                 if root == self._phases_root and _phase_number(root, path) > phase:
                     continue
                 name = f"{root.name}/{path.relative_to(root)}"
@@ -126,7 +126,7 @@ class StepKeys:
 
 @dataclass(frozen=True)
 class EarlierSteps:
-    """Every step that runs below one folder have run, by key. Steps that were kept there have none."""
+    """The steps of all runs in one folder, by key. Steps that were kept there have none."""
 
     runs_folder: Path
 
