@@ -51,8 +51,8 @@ def _library() -> Path:
         library = Path(load_nvidia_dynamic_lib("nvrtc").abs_path).resolve()
     except DynamicLibNotFoundError as error:
         raise FileNotFoundError(f"the NVRTC library was not found: {_INSTALL}") from error
-    # At every compilation NVRTC opens its builtins by their bare name. That failed now and then, although they lie beside
-    # it (twice in some thousand compilations, always with several threads); a library that is loaded already is found.
+    # At every compilation NVRTC opens its builtins by their bare name. That failed now and then, although they lie
+    # beside it (twice in some thousand compilations, always with several threads); a library that is loaded is found.
     for builtins in library.parent.glob("libnvrtc-builtins.so*"):
         ctypes.CDLL(str(builtins))
     return library
