@@ -21,6 +21,7 @@ from megamoe.targets.host import ROLE_NAMES
 from megamoe.weights import L1Weights, L2Weights, check_transformed_weights
 
 RECIPE = (1, SCALE_BLOCK, SCALE_BLOCK)
+_LAST_STAGE = int(Stage.COMBINE)
 # Unique over processes too: a buffer may be launched on from another process by mistake, and must notice.
 _launch_numbers = itertools.count((os.getpid() & 0xFFFFF) << 40 | 1)
 
@@ -256,7 +257,7 @@ def launch_mega_moe(
         arguments.has_clamp = activation_clamp is not None
         arguments.activation_clamp = activation_clamp or 0.0
         arguments.fast_math = bool(fast_math)
-        arguments.stage = stage if stage is Stage.COMBINE else int(Stage(stage))
+        arguments.stage = _LAST_STAGE if stage is Stage.COMBINE else int(Stage(stage))
         arguments.role_times = 0 if role_times is None else _address_of_role_times(role_times)
         arguments.debug = debug is not None
         if debug is not None:  # else nothing reads the blocks

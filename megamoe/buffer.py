@@ -70,7 +70,7 @@ _ID_DTYPES = (torch.int32, torch.int64)
 
 
 class _Process:
-    """This process, known without a system call: some sandboxes take microseconds for each."""
+    """This process, known without the system call that a launch would pay for: it is dear in a sandbox (gVisor)."""
 
     pid = os.getpid()
 
@@ -111,16 +111,16 @@ class KnownWeights:
         entry = self._known.get(id(first))
         if entry is None:
             return False
-        references, addresses = entry
+        (first_known, second_known, third_known, fourth_known), addresses = entry
         if (
-            references[0]() is not first
-            or references[1]() is not second
-            or references[2]() is not third
-            or references[3]() is not fourth
+            first_known() is not first
+            or second_known() is not second
+            or third_known() is not third
+            or fourth_known() is not fourth
             or (first.data_ptr(), second.data_ptr(), third.data_ptr(), fourth.data_ptr()) != addresses
         ):
             return False
-        self._put(arguments, addresses)
+        arguments.l1_weight, arguments.l1_sf, arguments.l2_weight, arguments.l2_sf = addresses
         return True
 
     def put_new(self, arguments: Any, l1_weights: L1Weights, l2_weights: L2Weights) -> None:
@@ -130,10 +130,6 @@ class KnownWeights:
         if len(self._known) >= _KNOWN_WEIGHTS:
             self._known = {key: entry for key, entry in self._known.items() if all(ref() for ref in entry[0])}
         self._known[id(tensors[0])] = tuple(weakref.ref(tensor) for tensor in tensors), addresses
-        self._put(arguments, addresses)
-
-    @staticmethod
-    def _put(arguments: Any, addresses: _Addresses) -> None:
         arguments.l1_weight, arguments.l1_sf, arguments.l2_weight, arguments.l2_sf = addresses
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -263,6 +264,9 @@ def test_python_of_a_call_is_short(gpus: FakeGpus, monkeypatch: pytest.MonkeyPat
     (weights,) = weights_of(buffers)
     y = torch.empty(8, SHAPE[0], dtype=torch.bfloat16)
     call: Callable[..., None] = megamoe.fp8_mega_moe
+    with monkeypatch.context() as patch:  # a system call, which is dear in a sandbox
+        patch.delattr(os, "getpid")
+        call(y, *weights, buffers.ranks[0])
     best = float("inf")
     for _ in range(20):  # the best of many: other processes share the machine
         begun = time.perf_counter()

@@ -236,6 +236,16 @@ class _Waiting:
     captured: bool
 
 
+@dataclass(frozen=True)
+class _Program:
+    """What launches some of a grid's ranks: a launch copies the packed arguments and the table that they point at."""
+
+    kernel: sm90.Kernel
+    table: Any
+    packed: sm90.PackedArguments
+    num_ctas: int
+
+
 class Grid:
     """The ranks of one GPU that are launched together.
 
@@ -252,8 +262,7 @@ class Grid:
         self.ctas_per_rank = max(1, ctas // len(self.ranks))
         self._waiting: dict[int, deque[_Waiting]] = {rank: deque() for rank in self.ranks}
         self._group = sm90.group_arguments(layout.config)
-        self._packed: dict[int, tuple[Any, sm90.PackedArguments]] = {}
-        self._kernels: dict[tuple[int, bool], sm90.Kernel] = {}
+        self._programs: dict[tuple[int, bool], _Program] = {}
         self.fill_kernels: dict[torch.dtype, sm90.Kernel] = {}
         self._streams: set[int] = set()  # with launches that nobody waited for
         self._captured = False
@@ -261,20 +270,20 @@ class Grid:
     def load(self) -> None:
         """Load the kernels of the whole grid, and make what must not be made while a graph is captured."""
         sm90.copy_stream(self.device)
-        self._kernels.clear()  # the build options may be others now
-        for bring_up in (False, True):
-            self._kernel(len(self.ranks), bring_up)
+        for bring_up in (False, True):  # anew: the build options may be others now
+            self._add_program(len(self.ranks), bring_up)
         for dtype in sm90.FILL_KERNELS:
             self.fill_kernels[dtype] = sm90.fill_kernel(self.device, dtype)
 
-    def _kernel(self, num_ranks: int, bring_up: bool) -> sm90.Kernel:
-        kernel = self._kernels.get((num_ranks, bring_up))
-        if kernel is None:
-            config = self.layout.config
-            fast = config.accumulate == "fast"
-            kernel = sm90.fused_kernel(self.device, num_ranks, config.l2_sf_granularity, bring_up, fast)
-            self._kernels[num_ranks, bring_up] = kernel
-        return kernel
+    def _add_program(self, num_ranks: int, bring_up: bool) -> _Program:
+        config = self.layout.config
+        fast = config.accumulate == "fast"
+        kernel = sm90.fused_kernel(self.device, num_ranks, config.l2_sf_granularity, bring_up, fast)
+        table = sm90.rank_table_type(num_ranks)()
+        packed = sm90.PackedArguments([self._group, table])
+        program = _Program(kernel, table, packed, self.ctas_per_rank * num_ranks)
+        self._programs[num_ranks, bring_up] = program
+        return program
 
     def submit(self, entry: Any, keep_alive: object, stream: int) -> bool:
         """Queue a rank's launch, copying its arguments; the grid starts once every rank of the GPU has one. True: it is
@@ -311,28 +320,19 @@ class Grid:
 
     def _run(self, entries: Sequence[Any], stream: int, captured: bool) -> None:
         """Launch the grid of these ranks."""
-        num_ranks = len(entries)
-        table, packed = self._table(num_ranks)
         bring_up = False
-        for index, entry in enumerate(entries):
-            table[index] = entry
+        for entry in entries:
             launch = entry.launch
             if launch.stage != _LAST_STAGE or launch.debug:
                 bring_up = True
-        kernel = self._kernel(num_ranks, bring_up)
-        kernel.launch_packed(self.ctas_per_rank * num_ranks, sm90.FUSED_THREADS, packed, stream)
+        num_ranks = len(entries)
+        program = self._programs.get((num_ranks, bring_up)) or self._add_program(num_ranks, bring_up)
+        program.table[:] = entries
+        program.kernel.launch_packed(program.num_ctas, sm90.FUSED_THREADS, program.packed, stream)
         if captured:
             self._captured = True
         else:
             self._streams.add(stream)
-
-    def _table(self, num_ranks: int) -> tuple[Any, sm90.PackedArguments]:
-        """The ranks' table and the packed arguments that point at it; a launch copies both."""
-        packed = self._packed.get(num_ranks)
-        if packed is None:
-            table = sm90.rank_table_type(num_ranks)()
-            packed = self._packed[num_ranks] = table, sm90.PackedArguments([self._group, table])
-        return packed
 
     def _order(self, first: int, *, then: int) -> None:
         """What comes next on stream ``then`` runs after what is on stream ``first`` now."""
