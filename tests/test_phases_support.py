@@ -10,7 +10,7 @@ import yaml
 
 from megamoe import MegaMoEConfig, VirtualGroup
 from megamoe.config import Stage
-from megamoe.reference import squares
+from megamoe.reference import as_bits, squares
 from phases.support.checks import CaseChecks, view_lines
 from phases.support.coverage import Coverage
 from phases.support.expressions import config_values, evaluate
@@ -23,7 +23,6 @@ from phases.support.inputs import (
     natural_weights,
     split,
 )
-from phases.support.launches import as_bits
 from phases.support.ranks import Ranks, open_ranks
 from phases.support.view_specs import load_views
 from phases.support.workloads import numeric_cases

@@ -15,7 +15,8 @@ from megamoe.config import ACCUM_DEBUG_EDGE, INTERLEAVE, MegaMoEConfig, Stage
 from megamoe.groups import TARGETS
 from megamoe.inspect.dump import Dump
 from megamoe.inspect.image import NotSaved
-from megamoe.inspect.tensors import extra_tensor, region_tensor
+from megamoe.inspect.tensors import extra_tensor, region_tensor, values_of
+from megamoe.reference import as_bits
 
 VIEW_STAGES: Mapping[str, Stage] = {
     "x": Stage.INTERFACE,
@@ -64,7 +65,6 @@ MAX_RUNS = 4
 _INPUTS = ("x", "x_sf", "topk_idx", "topk_weights")
 _POOL_ROWS = ("token_src_metadata", "l1_acts", "l1_acts_sf", "l1_topk_weights", "l2_acts", "l2_acts_sf")
 _BLOCKS = ("l1_arrival_count", "l2_arrival_mask")
-_RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -97,11 +97,6 @@ def writer_of(dump: Dump, view: str) -> str:
 def last_stage(*dumps: Dump) -> Stage:
     """The last stage that all of the launches reached; a dump that does not say went through all."""
     return min(Stage(dump.facts.stage) if dump.facts is not None else Stage.COMBINE for dump in dumps)
-
-
-def values_of(tensor: Tensor) -> Tensor:
-    """float64, for every dtype that views have."""
-    return tensor.view(torch.int64).double() if tensor.dtype == torch.uint64 else tensor.double()
 
 
 def number_words(view: str, value: Tensor) -> str:
@@ -191,13 +186,13 @@ class _Side:
             rows = torch.arange(len(self.blocks))
         elif view == "combine":
             slots = self.named_slots
-            raw = whole.view(torch.int16)[slots[:, 0], slots[:, 1]].view(whole.dtype)
-            return raw, torch.arange(len(slots))
+            bits = as_bits(whole)[slots[:, 0], slots[:, 1]].view(whole.dtype)
+            return bits, torch.arange(len(slots))
         elif view == "l1_accum_debug":
             rows = self._window_rows() % ACCUM_DEBUG_EDGE
         else:  # expert_recv_count_sum: without its epoch
             return whole.view(torch.int64) & 0xFFFFFFFF, torch.arange(len(whole))
-        return whole.view(_RAW[whole.element_size()])[rows].view(whole.dtype), rows
+        return as_bits(whole)[rows].view(whole.dtype), rows
 
     def window(self) -> tuple[int, int] | None:
         facts = self.dump.facts
@@ -279,8 +274,7 @@ def _diff_view(view: str, rank: int, one: _Side, other: _Side) -> ViewDifference
     if a.shape != b.shape:
         shapes = f"{list(a.shape)} and {list(b.shape)}"
         return ViewDifference(view, rank, a.numel(), a.numel(), (f"rank {rank}: valid parts of shapes {shapes}",))
-    raw = _RAW[a.element_size()]
-    wrong = a.contiguous().view(raw) != b.contiguous().view(raw)
+    wrong = as_bits(a.contiguous()) != as_bits(b.contiguous())
     if not bool(wrong.any()):
         return ViewDifference(view, rank, a.numel())
     got, want = values_of(a), values_of(b)

@@ -25,6 +25,11 @@ def region_tensor(image: Image, name: str) -> Tensor:
     return whole[image.bank] if region.banked else whole
 
 
+def values_of(tensor: Tensor) -> Tensor:
+    """float64, for every dtype that views have."""
+    return tensor.view(torch.int64).double() if tensor.dtype == torch.uint64 else tensor.double()
+
+
 def as_extra(tensor: Tensor) -> Extra:
     """A tensor on any device, to be saved in a dump."""
     content = tensor.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes()

@@ -34,7 +34,7 @@ from torch import Tensor
 from megamoe.quant import E4M3, E4M3_NAN_BITS, describe
 
 _RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers of the item sizes, as which bits are compared."""
+"""Integers of the item sizes."""
 
 
 class Measure(Enum):
@@ -222,6 +222,11 @@ def row_errors(actual: Tensor, expected: Tensor) -> Tensor:
     return _ratio(difference, torch.linalg.vector_norm(expected, dim=-1))
 
 
+def as_bits(values: Tensor) -> Tensor:
+    """The same memory, of any shape and dtype, as integers that torch can index, fill and compare."""
+    return values.view(_RAW[values.element_size()])
+
+
 def e4m3_ordinals(values: Tensor) -> Tensor:
     """int16, same shape: numbers e4m3 values so that neighbours differ by 1; -0 and +0 are both 0. NaN: +-127."""
     bits = values.view(torch.uint8).to(torch.int16)
@@ -254,14 +259,13 @@ def _check_operands(bound: Bound, actual: Tensor, expected: Tensor, magnitude: T
 
 
 def _compare_bits(bound: Bound, actual: Tensor, expected: Tensor) -> Comparison:
-    raw = _RAW[actual.element_size()]
-    wrong = actual.view(raw) != expected.view(raw)
+    wrong = as_bits(actual) != as_bits(expected)
     if actual.dtype.is_floating_point:
         wrong &= ~(_is_nan(actual) & _is_nan(expected))
     if not bool(wrong.any()):
         return _outcome(bound, wrong, 0.0, _first(torch.ones_like(wrong)), "all equal")
     # As bytes: torch can neither index nor subtract every dtype there is.
-    got, want = actual.view(raw)[wrong].view(actual.dtype), expected.view(raw)[wrong].view(expected.dtype)
+    got, want = as_bits(actual)[wrong].view(actual.dtype), as_bits(expected)[wrong].view(expected.dtype)
     difference = (got.to(torch.float64) - want.to(torch.float64)).abs()
     difference = difference[difference.isfinite()]
     largest = float(difference.max()) if len(difference) else 0.0
@@ -395,7 +399,7 @@ def _largest(values: Tensor) -> tuple[int, ...]:
 
 
 def _bits_and_value(element: Tensor) -> str:
-    bits = int(element.view(_RAW[element.element_size()]).item()) & ((1 << (8 * element.element_size())) - 1)
+    bits = int(as_bits(element).item()) & ((1 << (8 * element.element_size())) - 1)
     if not element.dtype.is_floating_point:
         return str(int(element.item()))
     return f"{float(element.item())!r} ({bits:#0{2 + 2 * element.element_size()}x})"

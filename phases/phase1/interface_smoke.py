@@ -21,10 +21,11 @@ from megamoe import (
     untransform_weights_for_mega_moe,
 )
 from megamoe.layout import BULK_COPY_BYTES
+from megamoe.reference import as_bits
 from phases.phase1.bad_calls import NUM_TOKENS, BadCall, bad_calls, bad_configs
 from phases.support.checks import CaseChecks
 from phases.support.inputs import Workload, make_tokens, make_weights, natural_weights
-from phases.support.launches import as_bits, open_buffer, wait
+from phases.support.launches import open_buffer, wait
 from phases.support.runner import CaseList, Phase, Variant, main
 from phases.support.workloads import ODD, TILES, make_config
 

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from megamoe import DebugWindow, MegaMoEConfig, VirtualGroup, launch_mega_moe
 from megamoe.config import Accumulate
+from megamoe.reference import as_bits
 from phases.support.checks import CaseChecks
 from phases.support.inputs import Tokens, Workload, concatenate, make_tokens, split
-from phases.support.launches import Launch, Launcher, Options, as_bits, wait
+from phases.support.launches import Launch, Launcher, Options, wait
 from phases.support.ranks import Ranks
 from phases.support.runner import Phase
 from phases.support.workloads import ODD, make_config

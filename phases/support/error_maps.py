@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megamoe.inspect.tensors import values_of
 from megamoe.quant import E4M3
-from megamoe.reference import BOUNDS
-from megamoe.reference.bounds import Bound, Measure, e4m3_ordinals
+from megamoe.reference import BOUNDS, Bound, Measure, as_bits
+from megamoe.reference.bounds import e4m3_ordinals
 
 MAX_EDGE = 32
 """Cells of a map along each side, at most."""
@@ -79,18 +80,12 @@ def error_map(bound: str, actual: Tensor, expected: Tensor, magnitude: Tensor | 
     }
 
 
-def _values(tensor: Tensor) -> Tensor:
-    """float64, for every dtype there is."""
-    return tensor.to(torch.int64).to(torch.float64) if tensor.dtype == torch.uint64 else tensor.to(torch.float64)
-
-
 def _errors(bound: Bound, actual: Tensor, expected: Tensor, magnitude: Tensor | None) -> Tensor:
     """float64, same shape: 1 is the bound; for exact comparisons 1 is a difference."""
     if bound.measure is Measure.BITS:
-        raw = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[actual.element_size()]
-        both_nan = _values(actual).isnan() & _values(expected).isnan()
-        return ((actual.view(raw) != expected.view(raw)) & ~both_nan).to(torch.float64)
-    got, want = _values(actual), _values(expected)
+        both_nan = values_of(actual).isnan() & values_of(expected).isnan()
+        return ((as_bits(actual) != as_bits(expected)) & ~both_nan).to(torch.float64)
+    got, want = values_of(actual), values_of(expected)
     special = ~(got.isfinite() & want.isfinite())
     agree = (got.isnan() & want.isnan()) | (got == want)
     difference = (got - want).abs()
@@ -143,6 +138,6 @@ def _worst(errors: Tensor, actual: Tensor, expected: Tensor, where: Where) -> li
         if error == 0:
             break
         index = tuple(int(i) for i in torch.unravel_index(torch.tensor(position), errors.shape))
-        got, want = (repr(_values(side[index]).item()) for side in (actual, expected))
+        got, want = (repr(values_of(side[index]).item()) for side in (actual, expected))
         found.append({"where": where(index), "got": got, "expected": want, "error": float(f"{error:.3g}")})
     return found

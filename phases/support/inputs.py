@@ -60,6 +60,15 @@ def split(tokens: Tokens, sizes: Sequence[int]) -> list[Tokens]:
     return pieces
 
 
+def kinds_of(
+    config: MegaMoEConfig, activation_clamp: float | None = None, activations: str = "normal"
+) -> tuple[str, ...]:
+    """Those of KINDS that a launch is, the one with the loosest bounds first."""
+    fast = ("fast",) if config.accumulate == "fast" else ()
+    clamped = ("clamped",) if activation_clamp is not None else ()
+    return (*fast, *clamped, activations)
+
+
 @dataclass(frozen=True)
 class Workload:
     """What one launch of all ranks works on.
@@ -97,10 +106,8 @@ class Workload:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Those of KINDS that it is, the one with the loosest bounds first."""
-        fast = ("fast",) if self.config.accumulate == "fast" else ()
-        clamped = ("clamped",) if self.activation_clamp is not None else ()
-        return (*fast, *clamped, self.activations)
+        """Those of KINDS that it is."""
+        return kinds_of(self.config, self.activation_clamp, self.activations)
 
     @property
     def weights_kind(self) -> str:

@@ -26,7 +26,7 @@ from megamoe import (
 )
 from megamoe.inspect import describe_counters
 from megamoe.inspect.dump import LaunchFacts
-from megamoe.reference import RankInputs
+from megamoe.reference import RankInputs, as_bits
 from phases.support.dumps import ViewDumps, answer_for, note_launch
 from phases.support.inputs import Tokens, make_weights
 from phases.support.ranks import Ranks
@@ -42,13 +42,6 @@ POISONED = (
     "combine",
 )
 """What a launch writes with data, not with counters: all bits set before it, which is NaN in every float there is."""
-
-SIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def as_bits(values: Tensor) -> Tensor:
-    """The same memory as integers that torch can index, fill and compare."""
-    return values.view(SIGNED[values.element_size()])
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from megamoe import DebugWindow, Stage
 from megamoe.config import ACCUM_DEBUG_EDGE, MegaMoEConfig
-from megamoe.reference import BOUNDS, Measure, Pool, Squares, squares
+from megamoe.reference import BOUNDS, Measure, Pool, Squares, as_bits, squares
 from phases.support.checks import CaseChecks
-from phases.support.inputs import Workload, make_tokens
-from phases.support.launches import Launch, Options, as_bits
+from phases.support.inputs import Workload, kinds_of, make_tokens
+from phases.support.launches import Launch, Options
 from phases.support.oracle import UNQUANTISED, Expected, RankOracle, RankReference, layer_answers
 from phases.support.places import places
 from phases.support.runner import Phase, Variant
@@ -181,7 +181,7 @@ def _layer_answers(phase: Phase, launch: Launch, work: Workload) -> Mapping[str,
 
 def compare_answers(phase: Phase, checks: CaseChecks, launch: Launch) -> None:
     """y of every rank here with the oracle's alone, by the bound of views.yaml. Collective."""
-    bound = phase.views["y"].bounds(("fast",) if launch.config.accumulate == "fast" else ())[ORACLE]
+    bound = phase.views["y"].bounds(kinds_of(launch.config))[ORACLE]
     answers = _with_squares(phase, launch, layer_answers(launch, phase.launcher), bound)
     for rank, answer in answers.of_rank.items():
         checks.compare("y", bound, launch.answer(rank).cpu(), answer, rank=rank, all_ranks=answers.all_ranks)

@@ -15,6 +15,7 @@ from megamoe.config import ACCUM_DEBUG_EDGE, MegaMoEConfig
 from megamoe.reference import (
     Pool,
     RankInputs,
+    as_bits,
     combine,
     dispatch,
     l1_epilogue,
@@ -23,7 +24,7 @@ from megamoe.reference import (
     moe_layer,
     quantize_h,
 )
-from phases.support.launches import Launch, Launcher, as_bits
+from phases.support.launches import Launch, Launcher
 from phases.support.ranks import Ranks
 from phases.support.view_specs import ORACLE
 

@@ -19,15 +19,13 @@ from megamoe.inspect.diff import (
     gate_and_up_words,
     last_stage,
     number_words,
-    values_of,
 )
 from megamoe.inspect.dump import Dump, LaunchFacts
 from megamoe.inspect.image import NotSaved
-from megamoe.inspect.tensors import extra_tensor, region_tensor
-from megamoe.reference import BOUNDS, RankInputs, Squares, compare, moe_layer, squares
-from megamoe.reference.bounds import Measure
+from megamoe.inspect.tensors import extra_tensor, region_tensor, values_of
+from megamoe.reference import BOUNDS, Measure, RankInputs, Squares, compare, moe_layer, squares
 from phases.support.dumps import WEIGHTS, checksum
-from phases.support.inputs import make_weights
+from phases.support.inputs import kinds_of, make_weights
 from phases.support.launches import Launch, Options
 from phases.support.oracle import Expected, RankOracle, RankReference
 from phases.support.places import places
@@ -80,7 +78,8 @@ class SavedLaunch:
         """By view, those of its phase; of a launch that was read while it hung those of the usual case."""
         if self.facts.bounds:
             return self.facts.bounds
-        kinds = [self.config.accumulate, *(["all_positive"] if self.facts.weights_kind == "positive" else [])]
+        activations = "all_positive" if self.facts.weights_kind == "positive" else "normal"
+        kinds = kinds_of(self.config, self.facts.activation_clamp, activations)
         folders = [Path(__file__).resolve().parents[1] / f"phase{number}" for number in (5, 6)]
         views = {name: spec for folder in folders for name, spec in load_views(folder, self.facts.target).items()}
         return {name: spec.bounds(kinds)[ORACLE] for name, spec in views.items()}

@@ -22,11 +22,10 @@ from megamoe import MegaMoE, Stage
 from megamoe.faults import FaultKind
 from megamoe.jit import compile_cubin
 from megamoe.quant import quantize_activations
-from megamoe.reference import dispatch
+from megamoe.reference import as_bits, dispatch
 from megamoe.targets import sm90
 from phases.support.device_checks import Layer, claim, copies, equal, nothing_wrong, run_checks, same_bits
 from phases.support.inputs import Tokens
-from phases.support.launches import as_bits
 
 # --- fill ----------------------------------------------------------------------------------------------------------
 
