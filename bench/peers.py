@@ -50,7 +50,7 @@ class DeepGemm:
     """As that release does; its API has no choice."""
     combine = "bf16"
     tolerance = 0.06
-    """It may quantise the intermediate in other groups: two times 2.6e-2 apart (numerics.md), independent."""
+    """It may quantise the intermediate in other groups: twice what `y_unquantised` allows, independent."""
     asynchronous = True
 
     def __init__(

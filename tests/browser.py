@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
+from tests.needs import need
 
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 NO_NETWORK = ("unshare", "--map-root-user", "--net")
@@ -25,15 +25,9 @@ ANSWER_SECONDS = 60.0
 def find_browser() -> str:
     """The browser's path. Skips the test where there is none or no way to cut it off; under CI that is a failure."""
     path = next((found for name in NAMES if (found := shutil.which(name))), None)
-    missing = (
-        "" if path else f"no headless browser on PATH ({', '.join(NAMES)}); apt-get install chromium-headless-shell"
-    )
-    if not missing and subprocess.run([*NO_NETWORK, "true"], capture_output=True).returncode != 0:
-        missing = f"`{' '.join(NO_NETWORK)}` is not allowed here, so the browser would have a network"
-    if missing and os.environ.get("MEGAMOE_CI") == "1":
-        pytest.fail(missing)
-    if missing:
-        pytest.skip(missing)
+    need(path, f"headless browser on PATH ({', '.join(NAMES)}; Debian: chromium-headless-shell)")
+    cut_off = subprocess.run([*NO_NETWORK, "true"], capture_output=True).returncode == 0
+    need(cut_off, f"permission for `{' '.join(NO_NETWORK)}`, without which the browser would have a network")
     assert path is not None
     return path
 

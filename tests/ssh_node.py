@@ -14,21 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 from harness import processes
 from tests.harness_project import REPOSITORY, Project
+from tests.needs import need
 
 SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
-
-
-def need(condition: object, reason: str) -> None:
-    """Skip where something is missing; where .ci/run installs it, its absence is a failure."""
-    if not condition:
-        if os.environ.get("MEGAMOE_CI"):
-            pytest.fail(f"CI has no {reason}")
-        pytest.skip(reason)
 
 
 def _free_port() -> int:

@@ -67,27 +67,33 @@ class Layer:
         self.settle()
 
     def settle(self) -> None:
+        """Wait for all that is queued on the GPUs of these ranks."""
         for device in {b.device for b in self.ranks if b.device.type == "cuda"}:
             torch.cuda.synchronize(device)
 
     def tokens(self, name: object, counts: Sequence[int], **options: Any) -> list[Tokens]:
+        """Of each rank, ``counts`` by rank, drawn by ``name``; options are those of `Workload`."""
         return make_tokens(Workload(str(name), self.config, tuple(counts), **options))
 
     def fill(self, tokens: Sequence[Tokens]) -> None:
+        """Queue the fills of every rank."""
         for buffer, given in zip(self.ranks, tokens, strict=True):
             buffer.fill(*(part.to(buffer.device) for part in (given.x, given.topk_idx, given.topk_weights)))
 
     def outputs(self, rows: Sequence[int]) -> list[Tensor]:
+        """y of every rank, bf16 [rows, H], all NaN."""
         return [
             torch.full((n, self.config.hidden), torch.nan, dtype=torch.bfloat16, device=b.device)
             for b, n in zip(self.ranks, rows, strict=True)
         ]
 
     def launch(self, y: Sequence[Tensor], only: Sequence[int] | None = None, **options: Any) -> None:
+        """Queue a launch on some ranks (None: all); options are those of `fp8_mega_moe`."""
         for rank in range(len(self.ranks)) if only is None else only:
             megamoe.fp8_mega_moe(y[rank], *self.weights[rank], self.ranks[rank], **options)
 
     def run(self, tokens: Sequence[Tokens]) -> list[Tensor]:
+        """Fill, launch and wait: y of every rank. Raises MegaMoEFault."""
         self.fill(tokens)
         y = self.outputs([given.num_tokens for given in tokens])
         self.launch(y)
@@ -95,6 +101,7 @@ class Layer:
         return y
 
     def expected(self, tokens: Sequence[Tokens]) -> list[Tensor]:
+        """y of every rank by the oracle, float64."""
         inputs = [
             RankInputs(*(part.to(b.device) for part in (q.x, q.x_sf, q.topk_idx, q.topk_weights)))
             for b, q in zip(self.ranks, (given.quantised() for given in tokens), strict=True)
@@ -115,6 +122,7 @@ class Layer:
         claim(not wrong, f"{words}: {wrong}" if wrong else words)
 
     def fault_of(self, rank: int | None = None) -> MegaMoEFault | None:
+        """Wait for a rank (None: all), and return what `check` raises."""
         try:
             (self.opened if rank is None else self.ranks[rank]).check()
         except MegaMoEFault as fault:
@@ -122,6 +130,7 @@ class Layer:
         return None
 
     def close(self) -> None:
+        """Free the buffers."""
         self.opened.close()
 
 
@@ -132,4 +141,5 @@ def copies(weights: tuple[L1Weights, L2Weights]) -> tuple[L1Weights, L2Weights]:
 
 
 def equal(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
+    """`same_bits` of every pair."""
     return all(same_bits(x, y) for x, y in zip(a, b, strict=True))

@@ -37,6 +37,7 @@ def run_folder() -> Path | None:
 
 
 def process_rank() -> int:
+    """By which the files of this process are named; 0 for the one that holds all virtual ranks."""
     return int(os.environ.get("RANK", "0"))
 
 
@@ -61,6 +62,7 @@ class ViewDumps:
         return run_folder() is not None and (self._everything or self.saved == 0)
 
     def wants(self, failed: bool) -> bool:
+        """Whether a launch is saved, given that `may_save`; ``failed`` on any rank."""
         return failed or self._everything
 
     def save(
@@ -120,6 +122,7 @@ class Responder:
         write_whole(responder_file(folder, process_rank()), "")
 
     def add(self, buffers: Sequence[SymmBuffer]) -> None:
+        """Answer for these too, as long as somebody else keeps them."""
         for buffer in buffers:
             self._buffers.append(weakref.ref(buffer))
             if buffer.device not in self._streams:
