@@ -19,9 +19,9 @@ import pytest
 from harness import processes
 from harness.nodes import DEFAULT_NODES_FILE, NodeError, load_node
 from tests.harness_project import PASSING, REPOSITORY
-from tests.ssh_node import NodeProject, Sshd, make_node_project, need, quoted, stand_in, wait_for
 from tests.needs import need
 from tests.ssh_node import NodeProject, Sshd, make_node_project, quoted, stand_in, wait_for
+
 HANGS = 'case("small"); view("x"); print("rank waits", flush=True); time.sleep(1000)'
 
 
