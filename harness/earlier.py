@@ -10,7 +10,7 @@ from typing import Any
 
 from harness.jsonlines import read_sound_lines
 from harness.keys import run_order
-from harness.plan import Again, BadRequest, Request
+from harness.plan import BadRequest, Request, Rerun
 from harness.results import FAILING, RESULTS_FILE, RUN_FILE, STOPPED
 
 
@@ -48,7 +48,7 @@ def read_run(folder: Path) -> EarlierRun:
     return EarlierRun(folder, facts, {step_name(line): line for line in lines})
 
 
-def left_undone(run: EarlierRun) -> dict[str, Again]:
+def left_undone(run: EarlierRun) -> dict[str, Rerun]:
     """By step name: what failed, timed out, was flaky or blocked, or never came to run.
 
     A flaky step must be tried as often again: one pass would not tell.
@@ -59,10 +59,10 @@ def left_undone(run: EarlierRun) -> dict[str, Again]:
         if line.get("status") in (*FAILING, "blocked") or was_stopped:
             cases = line.get("cases")
             named = tuple(map(str, cases)) if isinstance(cases, list) else None
-            undone[name] = Again(named, max(1, len(line.get("attempts") or ())))
+            undone[name] = Rerun(named, max(1, len(line.get("attempts") or ())))
     for name in run.facts.get("steps") or ():
         if name not in run.lines:  # the harness itself was killed
-            undone[str(name)] = Again(None, 1)
+            undone[str(name)] = Rerun(None, 1)
     return undone
 
 

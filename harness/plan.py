@@ -14,7 +14,7 @@ class BadRequest(ValueError):
 
 
 @dataclass(frozen=True)
-class Again:
+class Rerun:
     """A step of an earlier run to run again: with which cases (None: all), and how often."""
 
     cases: tuple[str, ...] | None
@@ -36,7 +36,7 @@ class Request:
     from_phase: int | None = None
     rerun: str | None = None
     keep: bool = False
-    only: Mapping[str, Again] | None = None
+    only: Mapping[str, Rerun] | None = None
     """By step name, for ``rerun``."""
 
 
@@ -189,7 +189,7 @@ def _asked_phases(request: Request, specs: Mapping[int, PhaseSpec]) -> tuple[int
 
 
 def _only_undone(
-    steps: list[Step], only: Mapping[str, Again], request: Request, specs: Mapping[int, PhaseSpec]
+    steps: list[Step], only: Mapping[str, Rerun], request: Request, specs: Mapping[int, PhaseSpec]
 ) -> list[Step]:
     """The steps of ``only``; the others of their phases stay as gates where something asked for rests on them."""
     rests_on = {

@@ -13,10 +13,20 @@ from pathlib import Path
 
 import pytest
 
+import megamoe
 from megamoe.jit import csrc_dir
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE_SUFFIXES = {".hpp", ".cuh", ".cpp", ".cu"}
+
+
+def test_every_public_name_is_there_and_imported_when_asked_for() -> None:
+    """Three lists in megamoe/__init__.py have the same names: for type checkers, for ``import *``, for the import."""
+    assert set(megamoe._HOMES) == set(megamoe.__all__)
+    for name, home in megamoe._HOMES.items():
+        assert getattr(megamoe, name).__module__ == home, name
+    program = "import sys, megamoe.inspect.outside; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0
 
 
 def source_files(folder: Path) -> dict[str, str]:
