@@ -37,7 +37,8 @@ def _only_bundle(root: Path) -> dict[str, str]:
 def test_eight_ranks_that_wait_for_one(tmp_path: Path) -> None:
     assert hang_once("virtual", tmp_path, LIMIT_S) == []
     texts = _only_bundle(tmp_path)
-    assert "explained because: still running after 4.5" in texts["summary.txt"]
+    explained_s = float(texts["summary.txt"].partition("explained because: still running after ")[2].split()[0])
+    assert 0.75 * LIMIT_S <= explained_s < LIMIT_S
     assert f"wait in epoch 2 for rank {STALLED}, which did not launch it" in texts["summary.txt"]
     assert "rank 0 of 8: epoch 2 under way" in texts["rank0.txt"]
     assert f"not published here for epoch 2 by rank {STALLED} (last for epoch 1)" in texts["rank0.txt"]
