@@ -65,26 +65,25 @@ MEGAMOE_FN PullRun pull_run(const Context& context, uint32_t index, uint32_t num
   return {window * kPullWindow + rest % blocks, rest / blocks * kRowsPerPull};
 }
 
-// Pull until no run is left. `copy_rows(block, first_row, rows)` copies the activations, scales, weights and metadata of
-// a run and returns when the stores of every thread of the team are complete. False when the launch drains.
+// The next run to pull, one answer for the whole team; kPullDrains when the launch drains.
+template <class Team>
+MEGAMOE_FN uint32_t claim_pull_run(const Context& context, Team& team) {
+  return team.once([&] {
+    const bool drains = aborted(context);
+    const uint32_t next = take(context, Claim::pull);
+    return drains ? kPullDrains : next;
+  });
+}
+
+// Pull run number `index` and whatever comes after it, once the table is there. `copy_rows(block, first_row, rows)` copies the
+// activations, scales, weights and metadata of a run and returns when the stores of every thread of the team are complete.
+// False when the launch drains.
 template <class Team, class CopyRows>
-MEGAMOE_FN bool pull_rows(const Context& context, Team& team, CopyRows copy_rows) {
-  const auto claim = [&] {
-    return team.once([&] {  // one answer for the whole team
-      const bool drains = aborted(context);
-      const uint32_t next = take(context, Claim::pull);
-      return drains ? kPullDrains : next;
-    });
-  };
-  uint32_t index = claim();  // before the table is there: a claim needs nothing of it
-  const Table table = wait_for_table(context, team);
-  if (!table.ready) return false;
-  // The sources' activations were written by generic stores and acquired with the table.
-  if (team.rank() == 0) fence_generic_to_async_proxy();
-  const uint32_t runs = table.num_blocks * ceil_div(context.problem->block_m, kRowsPerPull);
-  for (;; index = claim()) {
+MEGAMOE_FN bool pull_runs(const Context& context, Team& team, uint32_t num_blocks, uint32_t index, CopyRows copy_rows) {
+  const uint32_t runs = num_blocks * ceil_div(context.problem->block_m, kRowsPerPull);
+  for (;; index = claim_pull_run(context, team)) {
     if (index >= runs) return index != kPullDrains;
-    const auto [block, first_row] = pull_run(context, index, table.num_blocks);
+    const auto [block, first_row] = pull_run(context, index, num_blocks);
     const PoolBlock pool_block = pool_blocks(context)[block];
     if (first_row >= pool_block.rows) continue;
     const uint32_t rows = smaller(kRowsPerPull, pool_block.rows - first_row);
@@ -102,6 +101,17 @@ MEGAMOE_FN bool pull_rows(const Context& context, Team& team, CopyRows copy_rows
       return true;
     });
   }
+}
+
+// Pull until no run is left. False when the launch drains.
+template <class Team, class CopyRows>
+MEGAMOE_FN bool pull_rows(const Context& context, Team& team, CopyRows copy_rows) {
+  const uint32_t first = claim_pull_run(context, team);  // before the table is there: a claim needs nothing of it
+  const Table table = wait_for_table(context, team);
+  if (!table.ready) return false;
+  // The sources' activations were written by generic stores and acquired with the table.
+  if (team.rank() == 0) fence_generic_to_async_proxy();
+  return pull_runs(context, team, table.num_blocks, first, copy_rows);
 }
 
 }  // namespace megamoe

@@ -138,8 +138,9 @@ MEGAMOE_FN void publish_counts(const Context& context, Team& team) {
 // The whole of the source's part. False when the launch drains.
 template <class Team>
 MEGAMOE_FN bool publish_routes(const Context& context, Team& team) {
+  // Asked anew at each place: kept all the way, it would be spilled on the GPU.
+  const auto bases_ready = [&] { return SystemRef<uint64_t>(*context.own<uint64_t>(context.layout->bases_ready)); };
   const uint32_t chunks = num_route_chunks(context);
-  SystemRef<uint64_t> bases_ready(*context.own<uint64_t>(context.layout->bases_ready));
   if (chunks == 1) {  // few tokens: one team does it all
     if (team.once([&] { return take(context, Claim::count_chunk); }) != 0) return true;
     count_chunk(context, team, 0);
@@ -157,7 +158,7 @@ MEGAMOE_FN bool publish_routes(const Context& context, Team& team) {
     place_chunks(context, team);
     if constexpr (mutated(Mutation::publish_before_list)) publish_counts(context, team);
     team.once([&] {
-      bases_ready.store(context.epoch, release);
+      bases_ready().store(context.epoch, release);
       return true;
     });
   }
@@ -165,7 +166,7 @@ MEGAMOE_FN bool publish_routes(const Context& context, Team& team) {
     const uint32_t chunk = team.once([&] { return take(context, Claim::list_chunk); });
     if (chunk >= chunks) return true;
     const bool placed = team.once([&] {
-      return wait_until(context, bases_ready, [&](uint64_t seen) { return seen == context.epoch; },
+      return wait_until(context, bases_ready(), [&](uint64_t seen) { return seen == context.epoch; },
                         {FaultKind::timeout, WaitFor::list_bases, context.rank, chunk, context.epoch, 0, 0})
           .reached;
     });

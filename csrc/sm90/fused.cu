@@ -60,11 +60,12 @@ MEGAMOE_FN void init_barriers(Shared& shared) {
   }
   for (uint32_t slot = 0; slot < kTileSlots; ++slot) {
     init_barrier(&shared.tile_full[slot], 1);
-    init_barrier(&shared.tile_empty[slot], kMathWarps);
+    init_barrier(&shared.tile_empty[slot], kMathWarps + 1);  // and the load role
     init_barrier(&shared.rows_ready[slot], 1);
   }
   for (uint64_t& stored : shared.stored) init_barrier(&stored, kMathWarps);
   init_barrier(&shared.claim_next, 1);
+  init_barrier(&shared.order_known, 1);
   publish_barrier_init();
 }
 
@@ -96,15 +97,15 @@ MEGAMOE_FN Shared& shared_again(Shared& shared) {
   return *reinterpret_cast<Shared*>(__cvta_shared_to_generic(address));
 }
 
-// Warp 0.
-MEGAMOE_FN void run_load(Shared& shared) {
-  if (threadIdx.x == 0) Loader<kScaleGroups>(shared, *reinterpret_cast<const TensorMaps*>(shared.maps)).run();
-}
-
 // Whether most experts will have short tiles only.
 MEGAMOE_FN bool few_rows(const Context& context) {
   const Problem& problem = *context.problem;
   return context.num_tokens * problem.num_topk * problem.num_ranks <= kShortM * problem.num_experts;
+}
+
+// Warp 0.
+MEGAMOE_FN void run_load(Shared& shared) {
+  if (threadIdx.x == 0) Loader<kScaleGroups>(shared, *reinterpret_cast<const TensorMaps*>(shared.maps)).run();
 }
 
 // Warp 1. Always hands on a last tile that says stop, also when the launch drains: the other roles wait for it.
@@ -114,7 +115,10 @@ MEGAMOE_FN void run_schedule(Shared& shared, bool drains) {
   if (!drains && few_rows(shared.context)) scheduler.rehearse();
   const uint32_t first = team.once([&] { return take(shared.context, Claim::tile); });
   const Table table = drains ? Table{false, 0} : wait_for_table(shared.context, team);
-  if (team.rank() == 0) shared.order = tile_order(shared.context, table.ready ? table.num_blocks : 0);
+  if (team.rank() == 0) {
+    shared.order = tile_order(shared.context, table.ready ? table.num_blocks : 0);
+    arrive(&shared.order_known);
+  }
   team.sync();
   scheduler.run(shared.context, shared.order, first);
 }
@@ -141,11 +145,23 @@ MEGAMOE_FN void run_pull(Shared& shared) {
   });
 }
 
+// With few rows the start of a launch waits for them, and the math warps would too.
+MEGAMOE_FN void pull_by_math_warps(Shared& shared) {
+  const Context& context = shared.context;
+  if (!few_rows(context)) return;
+  wait_barrier(&shared.order_known, 0);
+  OneWarp alone(threadIdx.x / kWarpThreads, 0, nullptr);
+  pull_runs(context, alone, shared.order.num_blocks, claim_pull_run(context, alone),
+            [&](uint32_t block, uint32_t first_row, uint32_t rows) {
+              copy_rows_by_registers(context, block, first_row, rows);
+            });
+}
+
 // The first warpgroup: routes and table together, then each warp its role, then the other bank.
 MEGAMOE_FN void run_first_warpgroup(Shared& shared) {
   const Context& context = shared.context;
   const uint32_t warp = threadIdx.x / kWarpThreads;
-  DispatchTeam team(0, kDispatchBarrier, &shared.dispatch_team);
+  DispatchTeam team(0, kDispatchBarrier, &shared_again(shared).dispatch_team);
   const bool drains = !publish_routes(context, team) ||
                       !build_table(context, team, reinterpret_cast<int32_t*>(shared.launch.recv_stats));
   if (warp == 0) {
@@ -154,7 +170,7 @@ MEGAMOE_FN void run_first_warpgroup(Shared& shared) {
     run_schedule(shared, drains);
   } else {
     if (!drains) {
-      run_pull(shared);
+      run_pull(shared_again(shared));
       run_combine<4>(shared);
     }
     OneWarp alone(warp, 0, nullptr);
@@ -196,6 +212,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x >= kFirstMathThread) {
     take_registers<kMathRegisters>();
     if (runs) {
+      pull_by_math_warps(shared_again(shared));
       MathRole<kScaleGroups, kFast, kBringUp>(context, shared).run();
       if (!aborted(context)) run_combine<8>(shared_again(shared));
     }

@@ -75,6 +75,7 @@ struct SharedStorage {
   uint64_t tile_empty[kTileSlots];
   uint64_t rows_ready[kTileSlots];
   uint64_t claim_next;
+  uint64_t order_known;  // by the schedule role: `order`, of no blocks when the launch drains
   uint64_t stored[kUntoldTiles];  // by the tile's turn: its results are on their way
   TileSlot tiles[kTileSlots];
   UntoldTile untold[kUntoldTiles];

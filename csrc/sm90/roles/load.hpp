@@ -67,6 +67,7 @@ class Loader {
     for (uint32_t k = 0; k < lead; ++k) load_columns(operands, k);
     wait_barrier(rows_ready, position.parity());
     const bool ready = tile.failed == 0;
+    arrive(&shared_.tile_empty[position.slot()]);  // a rehearsed tile has no stages for which the math role would wait
     fence_generic_to_async_proxy();
     for (uint32_t k = 0; k < operands.depth; ++k) {
       if (k >= lead) load_columns(operands, k);

@@ -10,6 +10,38 @@ constexpr uint32_t kScalesPerLoad = 4;      // one 16-byte load
 constexpr uint32_t kScaleLoads = 2;         // in flight in each lane
 constexpr uint32_t kScaleLanes = kWarpThreads / kRowsPerPull;
 
+  // Read along a token's scales, written along the rows of a scale group: a few lanes a row, 16 bytes a lane.
+  MEGAMOE_FN void copy_scales(const Context& context, const PulledRow& mine, uint32_t first_pool_row,
+                                     uint32_t rows) {
+    const Region &from_region = context.layout->x_sf, &to_region = context.layout->l1_acts_sf;
+    const uint32_t groups = context.problem->hidden / kScaleBlock;
+    const uint32_t lane = threadIdx.x % kWarpThreads, row = lane % kRowsPerPull;
+    const uint32_t source = __shfl_sync(kFullWarp, mine.source, row);
+    const uint32_t token = __shfl_sync(kFullWarp, mine.token, row);
+    if (row >= rows) return;
+    const float* from = context.peer<float>(source, from_region) + token * from_region.stride[0];
+    float* to = context.own<float>(to_region) + first_pool_row + row;
+    constexpr uint32_t step = kScaleLanes * kScalesPerLoad;
+#pragma unroll 1
+    for (uint32_t base = lane / kRowsPerPull * kScalesPerLoad; base < groups; base += kScaleLoads * step) {
+      float4 scales[kScaleLoads];
+#pragma unroll
+      for (uint32_t i = 0; i < kScaleLoads; ++i) {
+        const uint32_t group = base + i * step;
+        if (group < groups) scales[i] = *reinterpret_cast<const float4*>(from + group);
+      }
+#pragma unroll
+      for (uint32_t i = 0; i < kScaleLoads; ++i) {
+        const float values[kScalesPerLoad] = {scales[i].x, scales[i].y, scales[i].z, scales[i].w};
+#pragma unroll
+        for (uint32_t j = 0; j < kScalesPerLoad; ++j) {
+          const uint32_t group = base + i * step + j;
+          if (group < groups) to[group * to_region.stride[1]] = values[j];
+        }
+      }
+    }
+  }
+
 // Copies in flight, and the bytes of one: longer rows are copied in pieces.
 template <uint32_t kDepth, uint32_t kSlotBytes>
 struct alignas(128) PullShared {
@@ -75,40 +107,40 @@ class RowPuller {
               smaller(kPullSlotBytes, context.problem->hidden - first_byte), &shared_.loaded[slot]);
   }
 
-  // Read along a token's scales, written along the rows of a scale group: a few lanes a row, 16 bytes a lane.
-  MEGAMOE_FN static void copy_scales(const Context& context, const PulledRow& mine, uint32_t first_pool_row,
-                                     uint32_t rows) {
-    const Region &from_region = context.layout->x_sf, &to_region = context.layout->l1_acts_sf;
-    const uint32_t groups = context.problem->hidden / kScaleBlock;
-    const uint32_t row = lane() % kRowsPerPull;
-    const uint32_t source = __shfl_sync(kFullWarp, mine.source, row);
-    const uint32_t token = __shfl_sync(kFullWarp, mine.token, row);
-    if (row >= rows) return;
-    const float* from = context.peer<float>(source, from_region) + token * from_region.stride[0];
-    float* to = context.own<float>(to_region) + first_pool_row + row;
-    constexpr uint32_t step = kScaleLanes * kScalesPerLoad;
-#pragma unroll 1
-    for (uint32_t base = lane() / kRowsPerPull * kScalesPerLoad; base < groups; base += kScaleLoads * step) {
-      float4 scales[kScaleLoads];
-#pragma unroll
-      for (uint32_t i = 0; i < kScaleLoads; ++i) {
-        const uint32_t group = base + i * step;
-        if (group < groups) scales[i] = *reinterpret_cast<const float4*>(from + group);
-      }
-#pragma unroll
-      for (uint32_t i = 0; i < kScaleLoads; ++i) {
-        const float values[kScalesPerLoad] = {scales[i].x, scales[i].y, scales[i].z, scales[i].w};
-#pragma unroll
-        for (uint32_t j = 0; j < kScalesPerLoad; ++j) {
-          const uint32_t group = base + i * step + j;
-          if (group < groups) to[group * to_region.stride[1]] = values[j];
-        }
-      }
-    }
-  }
-
   Shared& shared_;
   uint32_t parities_;  // of the phase that each slot waits for next
 };
+
+// The same through registers, for warps that have many and at first nothing else to do. Called by one whole warp.
+MEGAMOE_FN void copy_rows_by_registers(const Context& context, uint32_t block, uint32_t first_row, uint32_t rows) {
+  constexpr uint32_t kVectors = 7;  // in flight in each lane: half a row of 7168 bytes
+  const Region &from_region = context.layout->x, &to_region = context.layout->l1_acts;
+  const uint32_t lane = threadIdx.x % kWarpThreads;
+  const uint32_t vectors = context.problem->hidden / sizeof(uint4);
+  const uint32_t first_pool_row = block * context.problem->block_m + first_row;
+  PulledRow mine{};
+  if (lane < rows) mine = locate_row(context, block, first_row + lane);
+  __syncwarp();
+#pragma unroll 1
+  for (uint32_t row = 0; row < rows; ++row) {
+    const uint32_t source = __shfl_sync(kFullWarp, mine.source, row), token = __shfl_sync(kFullWarp, mine.token, row);
+    const auto* from = reinterpret_cast<const uint4*>(context.peer<uint8_t>(source, from_region) +
+                                                      token * from_region.stride[0]);
+    auto* to = reinterpret_cast<uint4*>(context.own<uint8_t>(to_region) +
+                                        uint64_t(first_pool_row + row) * to_region.stride[0]);
+#pragma unroll 1
+    for (uint32_t first = lane; first < vectors; first += kVectors * kWarpThreads) {
+      uint4 words[kVectors];
+#pragma unroll
+      for (uint32_t i = 0; i < kVectors; ++i)
+        if (first + i * kWarpThreads < vectors) words[i] = __ldcg(from + first + i * kWarpThreads);
+#pragma unroll
+      for (uint32_t i = 0; i < kVectors; ++i)
+        if (first + i * kWarpThreads < vectors) to[first + i * kWarpThreads] = words[i];
+    }
+  }
+  if (lane < rows) store_row_metadata(context, mine);
+  copy_scales(context, mine, first_pool_row, rows);
+}
 
 }  // namespace megamoe::sm90

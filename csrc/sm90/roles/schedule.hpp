@@ -114,6 +114,7 @@ class Scheduler {
       slot.pieces = pieces;
       slot.failed = 0;
       slot.turn = next_.turn;
+      shared_.patience = {};
       arrive(&shared_.tile_full[next_.slot()]);
       shared_.untold[next_.turn % kUntoldTiles] = {slot.work, tile.block, tile.column, block.expert, 0,
                                                    l1 ? 0 : expert_steps(context, block.expert)};
@@ -128,7 +129,6 @@ class Scheduler {
     }
     __syncwarp();
     waits_ = true;
-    shared_.patience = {};
   }
 
   // By the first lane: looks for the rows of the tile pushed last. When the launch drains, the others are told not to load
