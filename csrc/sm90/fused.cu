@@ -27,11 +27,14 @@ using OneWarp = WarpTeam<1>;
 
 static_assert(sizeof(Shared) <= kFusedSharedBytes);
 
+MEGAMOE_FN bool few_blocks(const Context& context, uint32_t num_blocks) {
+  return num_blocks <= 2 * context.problem->experts_per_rank;
+}
+
 MEGAMOE_FN TileOrder tile_order(const Context& context, uint32_t num_blocks) {
   const uint32_t l1_tiles = context.stage >= Stage::l1_gemm ? context.problem->num_l1_tiles : 0;
   const uint32_t l2_tiles = context.has_l2() ? context.problem->num_l2_tiles : 0;
-  const bool few = num_blocks <= 2 * context.problem->experts_per_rank;
-  return {num_blocks, l1_tiles, l2_tiles, few ? kSmallGroupBlocks : kGroupBlocks, kGroupLag};
+  return {num_blocks, l1_tiles, l2_tiles, few_blocks(context, num_blocks) ? kSmallGroupBlocks : kGroupBlocks, kGroupLag};
 }
 
 // By the math warpgroups.
@@ -97,7 +100,7 @@ MEGAMOE_FN Shared& shared_again(Shared& shared) {
   return *reinterpret_cast<Shared*>(__cvta_shared_to_generic(address));
 }
 
-// Whether most experts will have short tiles only.
+// Whether, from this rank's tokens, most experts will have short tiles only.
 MEGAMOE_FN bool few_rows(const Context& context) {
   const Problem& problem = *context.problem;
   return context.num_tokens * problem.num_topk * problem.num_ranks <= kShortM * problem.num_experts;
@@ -145,11 +148,12 @@ MEGAMOE_FN void run_pull(Shared& shared) {
   });
 }
 
-// With few rows the start of a launch waits for them, and the math warps would too.
+// With few rows the start of a launch waits for them, and the math warps would too. A rank of few tokens may still get many.
 MEGAMOE_FN void pull_by_math_warps(Shared& shared) {
   const Context& context = shared.context;
   if (!few_rows(context)) return;
   wait_barrier(&shared.order_known, 0);
+  if (!few_blocks(context, shared.order.num_blocks)) return;
   OneWarp alone(threadIdx.x / kWarpThreads, 0, nullptr);
   pull_runs(context, alone, shared.order.num_blocks, claim_pull_run(context, alone),
             [&](uint32_t block, uint32_t first_row, uint32_t rows) {
