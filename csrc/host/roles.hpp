@@ -177,17 +177,19 @@ inline bool run_l2_tile(const Context& context, const LaunchArguments& launch, c
   run_gemm(gemm, scratch, [&](uint32_t column, uint32_t k) {
     return scales[(first_column + column) / kScaleBlock * depth_scales + k / kScaleBlock];
   });
-  if constexpr (mutated(Mutation::done_before_last_store)) advance_expert(context, block.expert, 1, expert_steps(context, block.expert));
+  const auto tile_is_done = [&] { advance_expert(context, block.expert, 1, expert_steps(context, block.expert)); };
+  if constexpr (mutated(Mutation::done_before_last_store)) tile_is_done();
   const uint32_t stride = gemm.accumulator_stride();
   for (uint32_t row = 0; row < gemm.num_rows; ++row) {
     perturb(Point::store);
-    const uint32_t* from = context.own<uint32_t>(layout.token_src_metadata) + (first_row + row) * layout.token_src_metadata.stride[0];
+    const uint32_t* from =
+        context.own<uint32_t>(layout.token_src_metadata) + (first_row + row) * layout.token_src_metadata.stride[0];
     uint16_t* to = context.peer<uint16_t>(from[0], layout.combine) + from[2] * layout.combine.stride[0] +
                    from[1] * layout.combine.stride[1] + first_column;
     for (uint32_t column = 0; column < gemm.num_columns; ++column)
       to[column] = to_bf16(scratch.accumulators[size_t(row) * stride + column]);
   }
-  if constexpr (!mutated(Mutation::done_before_last_store)) advance_expert(context, block.expert, 1, expert_steps(context, block.expert));
+  if constexpr (!mutated(Mutation::done_before_last_store)) tile_is_done();
   return true;
 }
 

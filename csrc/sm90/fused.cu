@@ -2,7 +2,8 @@
 // warpgroups; every role takes its work from the counters of the rank that the CTA works for.
 //
 // MEGAMOE_RANKS_HERE: ranks that this grid runs (1 on a real rank). MEGAMOE_SCALE_GROUPS: scale groups of l2_acts in
-// 128 columns, 1 or 2. MEGAMOE_FAST: sums stay in the tensor cores. MEGAMOE_BRING_UP: stages and debug views; without it the stage is always combine.
+// 128 columns, 1 or 2. MEGAMOE_FAST: sums stay in the tensor cores. MEGAMOE_BRING_UP: stages and debug views; without
+// it the stage is always combine.
 #include "roles/reduce.hpp"
 #include "roles/load.hpp"
 #include "roles/math.hpp"
@@ -46,7 +47,7 @@ MEGAMOE_FN void copy_together(T& to, const T& from) {
 }
 
 // By the first thread of a CTA.
-MEGAMOE_FN Entered enter(Context& context, const LaunchArguments& launch) {
+MEGAMOE_FN Entered enter_cta(Context& context, const LaunchArguments& launch) {
   const Worker worker = this_worker(MEGAMOE_RANKS_HERE);
   const Entry entry = enter_launch(context, launch_identity(launch));
   const int64_t tokens = given_tokens(launch);
@@ -77,7 +78,7 @@ MEGAMOE_FN void set_up(const GroupArguments& group, const RankArguments& mine, S
   if (threadIdx.x == 0) {
     Context context = make_context(group, mine);
     if constexpr (!kBringUp) context.stage = Stage::combine;
-    shared.entered = enter(context, mine.launch);
+    shared.entered = enter_cta(context, mine.launch);
     context.problem = &shared.problem;
     context.layout = &shared.layout;
     shared.context = context;
@@ -175,7 +176,7 @@ MEGAMOE_FN void run_first_warpgroup(Shared& shared) {
   } else {
     if (!drains) {
       run_pull(shared_again(shared));
-      run_combine<4>(shared);
+      run_combine<kFewColumns>(shared);
     }
     OneWarp alone(warp, 0, nullptr);
     clear_other_bank(context, alone);
@@ -218,7 +219,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (runs) {
       pull_by_math_warps(shared_again(shared));
       MathRole<kScaleGroups, kFast, kBringUp>(context, shared).run();
-      if (!aborted(context)) run_combine<8>(shared_again(shared));
+      if (!aborted(context)) run_combine<kManyColumns>(shared_again(shared));
     }
     barrier_sync(kCtaBarrier, kThreads);
   } else {

@@ -36,6 +36,12 @@ MEGAMOE_FN uint16_t to_bf16(float value) { return uint16_t(to_bf16x2(value, 0.0f
 MEGAMOE_FN float low_bf16(uint32_t pair) { return __uint_as_float(pair << 16); }
 MEGAMOE_FN float high_bf16(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
 
+MEGAMOE_FN float approximate_reciprocal(float value) {
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
+  return result;
+}
+
 constexpr uint32_t kBf16NaNPair = 0x7fff7fffu;
 constexpr uint32_t kFp32NaN = 0x7fffffffu;
 

@@ -54,13 +54,7 @@ class Loader {
     uint64_t* rows_ready = &shared_.rows_ready[position.slot()];
     // Rows that are there go with their weights, stage by stage: a stage is then complete a whole ring earlier.
     const bool early = test_barrier(rows_ready, position.parity());
-#ifdef X_LEAD
-    const uint32_t most = first_ ? X_LEAD : kStages;
-    if (operands.depth > 0) first_ = false;
-    const uint32_t lead = early ? 0 : smaller(most, operands.depth);
-#else
     const uint32_t lead = early ? 0 : smaller(kStages, operands.depth);
-#endif
     // The next tile is claimed late, so that the last tiles go to whoever is free, and early enough to be ready in time.
     const uint32_t claim_next = operands.depth > kClaimLead ? operands.depth - kClaimLead : 0;
     RingPosition<kStages> rows_stage = stage_;
@@ -106,9 +100,6 @@ class Loader {
   Shared& shared_;
   const TensorMaps& maps_;
   RingPosition<kStages> stage_;
-#ifdef X_LEAD
-  bool first_ = true;
-#endif
 };
 
 }  // namespace megamoe::sm90

@@ -30,7 +30,8 @@ struct TileResult {
 };
 
 // One tile's products into `sums`. `kPieces` pieces of 128 columns a warpgroup: 2 for a tall tile, 1 for a short one, of
-// which those before `tile.pieces` exist. `kGroups` scale groups of K a stage. `on_first_stage()` runs once the tile's rows are there.
+// which those before `tile.pieces` exist. `kGroups` scale groups of K a stage. `on_first_stage()` runs once the tile's rows
+// are there.
 template <TileWork kWork, uint32_t kPieces, uint32_t kGroups, class Shared, class OnFirstStage>
 MEGAMOE_FN void multiply_tile(Shared& shared, RingPosition<kStages>& stage, const TileSlot& tile,
                               OnFirstStage on_first_stage, float (&sums)[kPieces * kSumsPerPiece]) {

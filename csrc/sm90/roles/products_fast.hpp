@@ -2,15 +2,10 @@
 // into the unit of its scales, so that the products can be added as they are. Cheaper than promotion (one wide product that
 // reads its rows once) and less exact: the tensor core adds with few bits below the largest term.
 #pragma once
+#include "ptx/convert.hpp"
 #include "roles/products.hpp"
 
 namespace megamoe::sm90 {
-
-MEGAMOE_FN float approximate_reciprocal(float value) {
-  float result;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
-  return result;
-}
 
 // The unit in which sums are kept: the scale of the last group. A scale of next to nothing would blow the sums up beyond fp32
 // when they are taken into its unit; a unit is therefore not smaller than 2^-60 of the largest before it, whose products such
@@ -36,7 +31,23 @@ MEGAMOE_FN constexpr uint32_t kind_of(uint32_t i) {
   return kKinds == 1 ? 0 : kWork == TileWork::l1 ? i / 4 % 2 : i / kSumsPerPiece;
 }
 
-// Like multiply_tile(), which see.
+// Takes the units on to a group's scales and the sums into the new units. `column_scale(kind)` and `row_scales[0]` and [8].
+template <TileWork kWork, uint32_t kKinds, uint32_t kSums, class ColumnScale>
+MEGAMOE_FN void change_units(SumUnit (&units)[2][kKinds], const float* row_scales, ColumnScale column_scale,
+                             float (&sums)[kSums]) {
+  float factor[2][kKinds];
+#pragma unroll
+  for (uint32_t kind = 0; kind < kKinds; ++kind) {
+    const float of_columns = column_scale(kind);
+#pragma unroll
+    for (uint32_t r = 0; r < 2; ++r)
+      factor[r][kind] = units[r][kind].change_to(__fmul_rn(row_scales[8 * r], of_columns));
+  }
+#pragma unroll
+  for (uint32_t i = 0; i < kSums; ++i) sums[i] = __fmul_rn(sums[i], factor[i / 2 % 2][kind_of<kWork, kKinds>(i)]);
+}
+
+// multiply_tile() of products.hpp, the other way to add.
 template <TileWork kWork, uint32_t kPieces, uint32_t kGroups, class Shared, class OnFirstStage>
 MEGAMOE_FN void multiply_tile_fast(Shared& shared, RingPosition<kStages>& stage, const TileSlot& tile,
                                    OnFirstStage on_first_stage, float (&sums)[kPieces * kSumsPerPiece]) {
@@ -62,18 +73,8 @@ MEGAMOE_FN void multiply_tile_fast(Shared& shared, RingPosition<kStages>& stage,
 #pragma unroll
     for (uint32_t group = 0; group < kGroups; ++group) {
       if (idle) break;
-      const float* row_scales = &shared.row_scales[slot][group][first_row];
-      float factor[2][kinds];
-#pragma unroll
-      for (uint32_t kind = 0; kind < kinds; ++kind) {
-        const float column_scale = tile.scales[kWork == TileWork::l1 || tall ? kind : first_piece][k];
-#pragma unroll
-        for (uint32_t r = 0; r < 2; ++r)
-          factor[r][kind] = units[r][kind].change_to(__fmul_rn(row_scales[8 * r], column_scale));
-      }
-#pragma unroll
-      for (uint32_t i = 0; i < kPieces * kSumsPerPiece; ++i)
-        sums[i] = __fmul_rn(sums[i], factor[i / 2 % 2][kind_of<kWork, kinds>(i)]);
+      change_units<kWork>(units, &shared.row_scales[slot][group][first_row],
+                          [&](uint32_t kind) { return tile.scales[kinds == 2 ? kind : first_piece][k]; }, sums);
       wgmma_fence();
 #pragma unroll
       for (uint32_t step = 0; step < steps; ++step) {

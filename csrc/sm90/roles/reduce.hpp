@@ -14,6 +14,8 @@ MEGAMOE_FN void fill_nan(uint16_t* y, uint64_t elements, uint32_t first, uint32_
 
 constexpr uint32_t kManyParts = 2048;   // more than there are warps
 constexpr uint32_t kPartColumns = 128;  // at least, and a multiple of this
+// Of a lane at a time: the dispatch warps have no registers for more.
+constexpr uint32_t kFewColumns = 4, kManyColumns = 8;
 
 // Claims a token is cut into: with few tokens one warp a token would be the tail of the launch.
 MEGAMOE_FN uint32_t combine_parts(const Context& context) {

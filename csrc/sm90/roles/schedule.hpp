@@ -46,7 +46,7 @@ class Scheduler {
 
  private:
   static constexpr uint32_t kNoIndex = ~0u;
-  static constexpr uint32_t kIdle_ns = 40;
+  static constexpr uint32_t kIdleNs = 40;
 
   // By the first lane: looks after the tiles under way until the next one may be pushed. kNoIndex when the launch drains.
   MEGAMOE_FN uint32_t claim_next(const Context& context, uint32_t first) {
@@ -64,7 +64,7 @@ class Scheduler {
       if (claimed && next_.turn - told_ < kUntoldTiles &&
           test_barrier(&shared_.tile_empty[next_.slot()], next_.parity() ^ 1))
         return index;
-      __nanosleep(kIdle_ns);
+      __nanosleep(kIdleNs);
     }
   }
 
@@ -74,7 +74,7 @@ class Scheduler {
     arrive(&shared_.tile_full[next_.slot()]);
     while (told_ != next_.turn) {
       tell(context);
-      __nanosleep(kIdle_ns);
+      __nanosleep(kIdleNs);
     }
     return true;
   }
