@@ -1,6 +1,6 @@
 #!/bin/bash
 # One call on a machine with two GPUs of compute capability 9.0: phases 1 to 6 on target sm90, all kinds of ranks.
-#   bash tests/device/issue3_correct.sh [PHASES]     from the root of the checkout; logs go to $OUT (default: runs/device)
+#   bash tests/device/correctness.sh [PHASES]     from the root of the checkout; logs go to $OUT (default: runs/device)
 # PHASES as the harness takes them (3-5); all by default, else these alone, without their gates. LIMIT_S (default 480) ends
 # everything. Leaves at most eight files. The table comes last. Exit code 0: every step passed.
 set -u

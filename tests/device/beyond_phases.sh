@@ -1,6 +1,6 @@
 #!/bin/bash
 # One call on a machine with two GPUs of compute capability 9.0: what target sm90 must do beyond the phases.
-#   bash tests/device/issue3_more.sh [STEP ...]     from the root of the checkout; logs go to $OUT (default: runs/device)
+#   bash tests/device/beyond_phases.sh [STEP ...]     from the root of the checkout; logs go to $OUT (default: runs/device)
 # Without a STEP (names below) all of them, most important first. LIMIT_S (default 480) ends everything; SOAK_SECONDS 80,
 # SOAK_SEED 1. Leaves at most eight files. The table comes last. Exit code 0: every step passed. The deliberate faults
 # (no_fence, relaxed_tile_counter, relaxed_arrival) pass whether they were "seen" or "NOT SEEN": a GPU need not show them.

@@ -1,6 +1,6 @@
 #!/bin/bash
 # One call on a machine with two GPUs of compute capability 9.0: the proof of the protocol, then the host phases.
-#   bash tests/device/issue2.sh          from the root of the checkout; logs go to $OUT (default: runs/device)
+#   bash tests/device/protocol.sh          from the root of the checkout; logs go to $OUT (default: runs/device)
 # Ends within 590 s, and leaves at most eight files. The table comes last. Exit code 0: every step passed.
 set -u
 cd "$(dirname "$0")/../.." || exit 2
