@@ -40,6 +40,9 @@ def read_run(folder: Path) -> EarlierRun:
     """Raises BadRequest for a folder that is no run's."""
     try:
         facts = json.loads((folder / RUN_FILE).read_text())
+    except FileNotFoundError as error:
+        what = f"holds no {RUN_FILE}, so it is no run" if folder.is_dir() else "no such run"
+        raise BadRequest(f"{folder}: {what}; left out, it is the last run") from error
     except (OSError, ValueError) as error:
         raise BadRequest(f"{folder}: {RUN_FILE} cannot be read: {error}") from error
     if not isinstance(facts, dict):

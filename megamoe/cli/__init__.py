@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-import typer
+import sys
+
+try:
+    import typer
+except ModuleNotFoundError:
+    print(f"error: {sys.executable} has no typer: use .venv/bin/python, which make sets up", file=sys.stderr)
+    sys.exit(2)
 
 from megamoe.cli.diff import diff
 from megamoe.cli.doctor import doctor

@@ -38,7 +38,7 @@ def inspect(
         finally:
             buffers.close()
         if not buffers.found:
-            found = "; ".join(buffers.problems) or "no buffer of a rank on the CPU"
+            found = "; ".join(buffers.problems) or "no buffer of a rank on the CPU (pids of a step: its rank*.pid)"
             typer.echo(f"megamoe inspect: error: --pid {' '.join(map(str, pid))}: {found}", err=True)
             raise typer.Exit(2)
     typer.echo("\n".join(texts))

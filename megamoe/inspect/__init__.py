@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from megamoe.inspect.counters import MAX_LISTED, describe_image
@@ -28,7 +29,7 @@ def image_of(buffer: SymmBuffer, rank: int | None = None) -> Image:
         start = region.offset + first
         return bytes_of(memory[start : start + size])
 
-    return Image(buffer.config, buffer.rank if rank is None else rank, "this process", read)
+    return Image(buffer.config, buffer.rank if rank is None else rank, f"memory of pid {os.getpid()}", read)
 
 
 def bytes_of(memory: Tensor) -> bytes:

@@ -220,6 +220,7 @@ def load_group(place: Path) -> dict[int, Dump]:
         dump = load_dump(path)
         groups.setdefault(f"{path.parent}/*-{path.name.partition('-')[2]}", {})[dump.rank] = dump
     if len(groups) > 1:
-        raise ValueError(f"{place}: dumps of {len(groups)} launches, name one: {', '.join(groups)}")
+        files = ", ".join(str(group[min(group)].path) for group in groups.values())
+        raise ValueError(f"{place}: dumps of {len(groups)} launches, name one by a file of it: {files}")
     (group,) = groups.values()
     return group
