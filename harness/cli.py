@@ -20,7 +20,7 @@ from harness.display import make_display, plan_table, printable
 from harness.earlier import find_run, read_run
 from harness.fetch import fetch as fetch_run
 from harness.nodes import DEFAULT_NODES_FILE, NodeError, load_node
-from harness.plan import BadRequest, Request
+from harness.plan import BadRequest, Request, check_limit
 from harness.rank import DUMP_VIEWS_VARIABLE
 from harness.remote import DEFAULT_RUNS_FOLDER, run_on_node
 from harness.report import summary_lines, write_report
@@ -69,12 +69,16 @@ def _fail(error: Exception) -> typer.Exit:
     return typer.Exit(2)
 
 
+MAX_NUMBER = 1000
+"""Of a phase or of ranks: a typing error must not make a list that fills the memory."""
+
+
 def parse_numbers(text: str, option: str) -> tuple[int, ...]:
     """``1-3,6`` to (1, 2, 3, 6). Raises BadRequest."""
     numbers: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
-        if match is None or (match[2] is not None and int(match[2]) < int(match[1])):
+        if match is None or int(match[2] or match[1]) not in range(int(match[1]), MAX_NUMBER + 1):
             raise BadRequest(f"{option}: expected numbers like 3 or 1-6 or 1,2,8, got {text!r}")
         numbers.extend(range(int(match[1]), int(match[2] or match[1]) + 1))
     return tuple(dict.fromkeys(numbers))
@@ -164,7 +168,11 @@ def build(
         raise _fail(BadRequest(f"--target: expected some of {', '.join(TARGETS)}, got {strange or 'none'}"))
     stop = StopRequest()
     places = Places(phases_root, runs_dir)
-    folder = runner.new_run_folder(runs_dir)
+    try:
+        check_limit(build_seconds, "--build-seconds")
+        folder = runner.new_run_folder(runs_dir)
+    except BadRequest as error:
+        raise _fail(error) from error
     failed = False
     for name in dict.fromkeys(wanted):
         result = runner.build(name, folder, places.project_root, stop, build_seconds)
@@ -239,11 +247,15 @@ def run(
             raise typer.Exit(run_on_node(load_node(node, nodes), arguments, root, runs_dir, _say))
         if dump:
             os.environ[DUMP_VIEWS_VARIABLE] = "1"  # which every step inherits
+        check_limit(build_seconds, "--build-seconds")
         request = _request(phases, target, ranks, groups, cases, repeat, no_gates, seconds, from_phase, rerun, keep)
         display = make_display(Console(), plain=plain)
         code = runner.run(request, Places(phases_root, runs_dir), display, build_seconds=build_seconds)
     except (BadRequest, SpecError, NodeError) as error:
         raise _fail(error) from error
+    except OSError as error:  # the disk is full, say
+        typer.echo(f"error: the run in {runs_dir} cannot go on: {error}", err=True)
+        raise typer.Exit(1) from error
     raise typer.Exit(code)
 
 

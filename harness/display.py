@@ -64,9 +64,10 @@ def _one_line(text: str, width: int = 300) -> str:
 
 
 def printable(text: str) -> str:
-    """Without control characters: what a step logged must not clear or recolour the terminal of who reads it."""
+    """Without characters that control: what a step logged must not clear, recolour or turn around (as U+202E does) the
+    terminal of who reads it."""
     return "".join(
-        "\N{REPLACEMENT CHARACTER}" if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text
+        "\N{REPLACEMENT CHARACTER}" if unicodedata.category(c) in ("Cc", "Cf") and c not in "\n\t" else c for c in text
     )
 
 

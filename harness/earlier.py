@@ -23,6 +23,16 @@ class EarlierRun:
     lines: Mapping[str, Mapping[str, Any]]
 
 
+_FACTS: Mapping[str, type] = {"steps": list, "request": dict, "command": list, "machine": dict, "toolchain": dict}
+_FACTS = {**_FACTS, "pre_flight": dict, "post_flight": dict}
+_STEP: Mapping[str, type] = {
+    **dict.fromkeys(("phase", "ranks"), int),
+    **dict.fromkeys(("name", "target", "group", "status", "again", "key", "kept_from"), str),
+    **dict.fromkeys(("reasons", "failed_cases", "figures", "dumps", "attempts"), list),
+    **dict.fromkeys(("skipped_cases", "views", "log_tails", "outcome"), dict),
+}
+
+
 def step_name(line: Mapping[str, Any]) -> str:
     """`Step.name` of a line of results.jsonl."""
     return f"phase{line.get('phase')}-{line.get('target')}-{line.get('ranks')}-{line.get('group')}"
@@ -48,6 +58,10 @@ def read_run(folder: Path) -> EarlierRun:
     if not isinstance(facts, dict):
         raise BadRequest(f"{folder}: {RUN_FILE} does not hold an object")
     lines = [line for line in read_sound_lines(folder / RESULTS_FILE) if line.get("kind") == "step"]
+    for name, values, kinds in [(RUN_FILE, facts, _FACTS), *((RESULTS_FILE, line, _STEP) for line in lines)]:
+        strange = [field for field, kind in kinds.items() if not isinstance(values.get(field), (kind, type(None)))]
+        if strange:
+            raise BadRequest(f"{folder}: {name} has a strange {', '.join(strange)}: written by another version?")
     return EarlierRun(folder, facts, {step_name(line): line for line in lines})
 
 

@@ -150,7 +150,10 @@ def _take_over(job: Job, guardian: subprocess.Popen[bytes], seconds: float) -> O
         )
         outcome = Outcome("supervisor died", seconds=seconds, message=message, removed_files=removed)
     outcome = replace(outcome, survivors=swept.survivors)
-    outcome.write(job.folder)
+    try:
+        outcome.write(job.folder)
+    except OSError as error:
+        return replace(outcome, message=f"{outcome.message}; its outcome cannot be written: {error}")
     return outcome
 
 

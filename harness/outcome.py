@@ -54,10 +54,10 @@ class Outcome:
 
 
 def read_outcome(folder: Path) -> Outcome | None:
-    """The outcome in a step's folder; None when nobody lived to write one."""
-    try:
-        values: dict[str, Any] = json.loads((folder / OUTCOME_FILE).read_text())
-    except FileNotFoundError:
+    """The outcome in a step's folder; None when nobody lived, or had the room, to write one."""
+    path = folder / OUTCOME_FILE
+    if not path.is_file():  # the step may have made a folder or a pipe of that name
         return None
+    values: dict[str, Any] = json.loads(path.read_text())
     lists_to_tuples: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
     return Outcome(**lists_to_tuples)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -99,6 +100,12 @@ def choose_target(wanted: str, specs: list[PhaseSpec], machine: Machine) -> tupl
     return "sm90", f"torch sees {machine.num_hopper_gpus} Hopper GPUs"
 
 
+def check_limit(seconds: float, option: str) -> None:
+    """Raises BadRequest for a limit that never comes or has passed before the start."""
+    if not 0 < seconds < math.inf:
+        raise BadRequest(f"{option}: expected a number above 0, got {seconds}")
+
+
 def _check(request: Request, specs: Mapping[int, PhaseSpec], asked: tuple[int, ...]) -> None:
     absent = [number for number in asked if number not in specs]
     if absent:
@@ -108,8 +115,8 @@ def _check(request: Request, specs: Mapping[int, PhaseSpec], asked: tuple[int, .
         raise BadRequest(f"--groups: expected some of {', '.join(GROUPS)}, got {unknown}")
     if request.repeat < 1:
         raise BadRequest(f"--repeat: expected at least 1, got {request.repeat}")
-    if request.seconds is not None and not request.seconds > 0:
-        raise BadRequest(f"--seconds: expected a number above 0, got {request.seconds}")
+    if request.seconds is not None:
+        check_limit(request.seconds, "--seconds")
     if request.only is not None:
         return  # the rest was checked in the run that is taken up again
     offered = {n for number in asked for ranks in specs[number].targets.values() for n in ranks}

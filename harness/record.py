@@ -32,11 +32,12 @@ def _is_text(value: object) -> bool:
 
 
 def _is_count(value: object) -> bool:
-    return type(value) is int and value >= 0
+    return type(value) is int and 0 <= value < 1 << 63
 
 
 def _is_number(value: object) -> bool:
-    return type(value) in (int, float)
+    """That fits a float: JSON's integers have no end."""
+    return type(value) is float or (type(value) is int and abs(value) < 1 << 1000)
 
 
 def _is_flag(value: object) -> bool:

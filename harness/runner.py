@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from harness.git import GitError, describe_commit
 from harness.keys import EarlierSteps, StepKeys, keep_passes, toolchain
 from harness.launch import base_environment, run_supervised, step_command, step_environment
 from harness.machine import Machine, look_at_machine
-from harness.plan import Plan, Request, Step, make_plan, with_requirements
+from harness.plan import BadRequest, Plan, Request, Step, make_plan, with_requirements
 from harness.record import RECORD_FILE, judge, read_record
 from harness.report import write_report
 from harness.results import (
@@ -55,7 +56,7 @@ class Places:
 
 
 def new_run_folder(runs_folder: Path) -> Path:
-    """``<runs>/<time>``, made; a second run in the same second gets a number."""
+    """``<runs>/<time>``, made; a second run in the same second gets a number. Raises BadRequest where none can be."""
     name = time.strftime("%Y-%m-%dT%H-%M-%S")
     for number in range(1, 1000):
         folder = runs_folder.resolve() / (name if number == 1 else f"{name}.{number}")
@@ -64,6 +65,8 @@ def new_run_folder(runs_folder: Path) -> Path:
             return folder
         except FileExistsError:
             continue
+        except OSError as error:
+            raise BadRequest(f"--runs-dir: no folder for results in {runs_folder}: {error}") from error
     raise FileExistsError(f"{runs_folder}: 999 runs began at {name}")
 
 
@@ -163,7 +166,8 @@ class Run:
         worst = next((attempt for attempt in attempts if attempt.status != "passed"), attempts[-1])
         if step.repeat == 1:
             return worst
-        if worst.is_failing and "passed" in statuses:
+        was_stopped = worst.outcome is not None and worst.outcome.end == "interrupted"
+        if worst.is_failing and "passed" in statuses and not was_stopped:
             note = f"passed {statuses.count('passed')} of {len(statuses)} times"
             return dataclasses.replace(worst, status="flaky", reasons=(note, *worst.reasons), attempts=statuses)
         return dataclasses.replace(worst, attempts=statuses)
@@ -198,7 +202,9 @@ class Run:
             again=self._again(step, verdict.failed_cases),
         )
         if is_failing:
-            (folder / "failure.txt").write_text(result.failure_text() + "\n", encoding="utf-8", errors="replace")
+            with suppress(IsADirectoryError):  # the step may have made a folder of that name
+                text = result.failure_text() + "\n"
+                (folder / "failure.txt").write_text(text, encoding="utf-8", errors="replace")
         return result
 
     def _again(self, step: Step, failed_cases: Sequence[str]) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+import zipfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -253,6 +255,60 @@ def test_bad_calls_say_what_is_wrong(launcher: Launcher, tmp_path: Path) -> None
         code, text = call(*arguments)
         assert code == 2, text
         assert words in text
+
+
+def _rewrite(source: Path, target: Path, change: Callable[[str, bytes], bytes | None]) -> None:
+    """A copy of a dump whose members are what ``change`` makes of them; None leaves one out."""
+    with zipfile.ZipFile(source) as old, zipfile.ZipFile(target, "w") as new:
+        for name in old.namelist():
+            if (content := change(name, old.read(name))) is not None:
+                new.writestr(name, content)
+
+
+@pytest.mark.parametrize(
+    ("about", "words"),
+    [
+        ({"extras": [1]}, "not a dump of this version"),
+        ({"omitted": None}, "not a dump of this version"),
+        ({"rank": 99}, "rank 99 of"),
+        ({"rank": None}, "not a dump of this version"),
+        ({"format": 7}, "a dump of format 7, expected 1"),
+        ({"facts": {"num_tokens": [10**9], "stage": 2, "windows": {}}}, "tokens (1000000000,) of"),
+        ({"facts": {"num_tokens": [1, 1], "stage": 77, "windows": {}}}, "77 is not a valid Stage"),
+        ({"extras": {"y": ["bf17", [1]]}}, "unknown dtype bf17"),
+    ],
+)
+def test_a_dump_that_says_nonsense_is_a_bad_call(
+    launcher: Launcher, tmp_path: Path, about: dict[str, Any], words: str
+) -> None:
+    whole, broken = tmp_path / "rank0-x.dump", tmp_path / "broken.dump"
+    write_dump(whole, image_of(_launch(launcher).buffers[0]))
+    _rewrite(
+        whole, broken, lambda name, old: json.dumps(json.loads(old) | about).encode() if name == "dump.json" else old
+    )
+    for arguments in (("inspect", str(broken)), ("diff", str(broken), str(whole))):
+        code, text = call(*arguments)
+        assert (code, str(broken) in text, words in text) == (2, True, True), text
+
+
+def test_a_damaged_dump_is_a_bad_call(launcher: Launcher, tmp_path: Path) -> None:
+    whole, broken = tmp_path / "rank0-x.dump", tmp_path / "broken.dump"
+    write_dump(whole, image_of(_launch(launcher).buffers[0]))
+    _rewrite(whole, broken, lambda name, old: old[: len(old) // 2] if name == "region/pool_blocks" else old)
+    for arguments in (("inspect", str(broken)), ("diff", str(broken), str(whole))):
+        code, text = call(*arguments)
+        assert code == 2
+        assert f"{broken}: damaged: region/pool_blocks has" in text
+    _rewrite(whole, broken, lambda name, old: None if name == "region/pool_blocks" else old)
+    assert "region/pool_blocks cannot be read" in call("diff", str(whole), str(broken))[1]
+    _rewrite(whole, broken, lambda name, old: b"\x7f" * len(old) if name == "region/pool_blocks" else old)
+    code, text = call("diff", str(whole), str(broken))
+    assert code == 2
+    assert "the block table does not make sense: block 0 has 2139062143 rows" in text
+    _rewrite(whole, broken, lambda name, old: b"\x7f" * len(old) if name.startswith("region/fault_") else old)
+    code, text = call("inspect", str(broken))
+    assert code == 0
+    assert "faults: their records were overwritten: 2139062143 is not a valid FaultKind" in text
 
 
 def test_a_name_tells_the_config(launcher: Launcher) -> None:

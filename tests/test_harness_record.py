@@ -34,6 +34,7 @@ VIEW = {
     "ok": True,
 }
 END = {"kind": "end", "ok": True}
+MAP = {"rows": 1, "columns": 1, "cells": [[0.5]], "worst": [], "unit": "of the bound"}
 
 
 def _judge(
@@ -68,6 +69,9 @@ def test_passes(tmp_path: Path) -> None:
         ([CASE, {"kind": "view", "view": "x"}, END], "kind view without case, compared, wrong, ok"),
         ([CASE, VIEW | {"compared": "10"}, END], "kind view with a strange compared"),
         ([CASE, VIEW | {"compared": -10}, END], "kind view with a strange compared"),
+        ([CASE, VIEW | {"compared": 1 << 64}, END], "kind view with a strange compared"),
+        ([CASE, VIEW | {"max_error": 10**400, "bound": 10**400}, END], "kind view with a strange max_error, bound"),
+        ([CASE, VIEW | {"map": MAP | {"cells": [[10**400]]}}, END], "kind view with a strange map"),
         ([CASE, VIEW | {"compared": 1e400, "wrong": None}, END], "kind view with a strange compared, wrong"),
         ([CASE, VIEW | {"max_error": "big"}, END], "kind view with a strange max_error"),
         ([CASE | {"case": ["small"], "ok": "no"}, VIEW, END], "kind case with a strange case, ok"),

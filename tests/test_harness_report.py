@@ -6,10 +6,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from harness.pictures import BEYOND, NOTHING, WITHIN, colour
+from harness.plan import BadRequest
+from harness.report import write_report
 from tests.browser import open_browser
 from tests.harness_project import PASSING, Project
 
@@ -155,6 +158,22 @@ def test_report_of_no_run_is_a_bad_call(project: Project) -> None:
     call = project.call("report", "2000-01-01T00-00-00")
     assert call.code == 2
     assert "no such run" in call.output
+
+
+@pytest.mark.parametrize(
+    ("facts", "line", "words"),
+    [
+        ({"steps": 5, "machine": []}, {}, "run.json has a strange steps, machine"),
+        ({}, {"phase": [1], "views": 5}, "results.jsonl has a strange phase, views"),
+    ],
+)
+def test_a_run_of_another_version_is_a_bad_call(
+    tmp_path: Path, facts: dict[str, Any], line: dict[str, Any], words: str
+) -> None:
+    (tmp_path / "run.json").write_text(json.dumps(facts))
+    (tmp_path / "results.jsonl").write_text(json.dumps({"kind": "step", **line}) + "\n")
+    with pytest.raises(BadRequest, match=words):
+        write_report(tmp_path)
 
 
 def test_importing_the_report_needs_no_torch() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import pty
+import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -132,12 +134,52 @@ def test_step_that_removes_its_folder_fails_and_the_run_goes_on(project: Project
     assert processes_in(project.root) == []
 
 
+@pytest.mark.parametrize("name", ["outcome.json", "failure.txt"])
+def test_a_step_that_takes_a_file_s_place_fails_and_the_run_goes_on(project: Project, name: str) -> None:
+    project.phase(1, f"os.mkdir(os.path.join(os.path.dirname(arguments.record), {name!r})); sys.exit(1)")
+    project.phase(2, PASSING)
+    call = project.call("run", "--target", "host")
+    assert call.code == 1
+    assert call.statuses() == {"1-1-single": "failed", "2-1-single": "passed"}, call.output
+
+
+def test_a_full_disk_ends_the_run_in_one_line(project: Project) -> None:
+    """What stands for it: no file may be longer than 1 KiB, and run.json is."""
+    project.phase(1, PASSING)
+    limited = f"ulimit -f 1; trap '' XFSZ; exec {shlex.join(project.command('run', '--target', 'host'))}"
+    done = subprocess.run(
+        ["bash", "-c", limited],
+        cwd=project.root,
+        env=project.environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert f"error: the run in {project.runs_folder} cannot go on: [Errno 27]" in done.stderr
+
+
+def test_an_attempt_that_was_stopped_makes_no_step_flaky(project: Project) -> None:
+    body = "time.sleep(0 if os.path.dirname(arguments.record).endswith('/1') else 100); pass_all()"
+    project.phase(1, body)
+    with project.start("run", "--target", "host", "--repeat", "3") as process:
+        deadline = time.monotonic() + 60
+        while not list(project.runs_folder.glob("*/phase1-host-1-single/2/rank0.pid")) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=60)
+    assert "stopped from outside" in output
+    assert "flaky" not in output.lower()
+
+
 def test_logs_cannot_steer_the_terminal(project: Project) -> None:
-    project.phase(1, "sys.stdout.write('\\x1b[2Jcleared'); sys.exit(1)")
+    project.phase(1, "sys.stdout.buffer.write(b'\\x1b[2Jcleared \\xe2\\x80\\xae'); sys.exit(1)")
     call = project.call("run", "--target", "host")
     assert call.code == 1
     assert "[2Jcleared" in call.output
     assert "\x1b[2J" not in call.output
+    assert "\u202e" not in call.output
 
 
 def test_a_locale_without_unicode(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,6 +258,9 @@ def test_skips_give_exit_code_3(project: Project) -> None:
         (["--cases", "huge"], "--cases: no asked-for phase has ['huge']; there are ['small']"),
         (["--repeat", "0"], "--repeat: expected at least 1, got 0"),
         (["--seconds", "0"], "--seconds: expected a number above 0, got 0.0"),
+        (["--seconds", "inf"], "--seconds: expected a number above 0, got inf"),
+        (["--build-seconds", "nan"], "--build-seconds: expected a number above 0, got nan"),
+        (["--phases", "1-99999999"], "--phases: expected numbers like 3 or 1-6"),
         (["--no-such-option"], "No such option"),
     ],
 )
@@ -225,6 +270,14 @@ def test_bad_calls_give_exit_code_2(project: Project, arguments: list[str], word
     assert call.code == 2
     assert words in call.output
     assert not project.runs_folder.exists()
+
+
+def test_a_place_that_cannot_hold_runs_gives_exit_code_2(project: Project) -> None:
+    project.phase(1, PASSING)
+    project.runs_folder = Path("/dev/null")
+    call = project.call("run", "--target", "host")
+    assert call.code == 2
+    assert "error: --runs-dir: no folder for results in /dev/null" in call.output
 
 
 def test_broken_spec_gives_exit_code_2(project: Project) -> None:

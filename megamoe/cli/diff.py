@@ -27,9 +27,11 @@ def diff(
     if (second is None) != oracle:
         typer.echo("megamoe diff: error: expected A and B, or A and --oracle", err=True)
         raise typer.Exit(2)
+    from megamoe.inspect.image import NotSaved
+
     try:
         lines, differ = _compare(first, second)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, NotSaved) as error:
         typer.echo(f"megamoe diff: error: {error}", err=True)
         raise typer.Exit(2) from None
     typer.echo("\n".join(lines))

@@ -20,6 +20,7 @@ def inspect(
 
     Of dumps that belong to one launch, and of processes of one group, name all: then missing rows are named too.
     """
+    from megamoe.inspect.image import NotSaved
     from megamoe.inspect.outside import OutsideBuffers
     from megamoe.inspect.report import describe_dumps, describe_outside
 
@@ -28,7 +29,7 @@ def inspect(
         raise typer.Exit(2)
     try:
         texts = describe_dumps(places) if places else []
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, NotSaved) as error:
         typer.echo(f"megamoe inspect: error: {error}", err=True)
         raise typer.Exit(2) from None
     if pid:

@@ -40,6 +40,7 @@ class Counters:
     under_way: bool
     abort: int
     faults: Sequence[Fault]
+    broken_faults: str
     claims: Mapping[str, int]
     route_stamps: Sequence[Sequence[int]]
     table_stamp: int
@@ -69,6 +70,15 @@ class Counters:
         return self.arrived[block] != self.blocks[block][1], stored != self.image.config.num_l1_tiles
 
 
+def _read_faults(image: Image) -> tuple[Sequence[Fault], str]:
+    """(faults, why there are none to be had). Records that something overwrote must not hide the rest."""
+    records = _rows(image.words("fault_records"), FAULT_RECORD.num_words)
+    try:
+        return decode_fault_records(image.word("fault_count"), records), ""
+    except ValueError as error:
+        return (), str(error)
+
+
 def read_counters(image: Image) -> Counters:
     """Look once, without waiting. What is read while a launch runs may be of slightly different moments."""
     config = image.config
@@ -79,14 +89,14 @@ def read_counters(image: Image) -> Counters:
     num_blocks = min(table & 0xFFFFFFFF, config.num_pool_blocks)
     claims = image.words("claims", bank)[::CLAIM_LINE_WORDS]
     masks = _rows(image.words("l2_arrival_mask", bank), config.num_mask_words)
+    faults, broken_faults = _read_faults(image)
     return Counters(
         image=image,
         epoch=epoch,
         under_way=under_way,
         abort=image.word("abort"),
-        faults=decode_fault_records(
-            image.word("fault_count"), _rows(image.words("fault_records"), FAULT_RECORD.num_words)
-        ),
+        faults=faults,
+        broken_faults=broken_faults,
         claims=dict(zip(CLAIM_NAMES, claims, strict=True)),
         route_stamps=[
             [word >> 32 for word in row] for row in _rows(image.words("route_count"), config.experts_per_rank)
@@ -125,6 +135,8 @@ def describe_seen(seen: Counters, peers: Mapping[int, Image]) -> str:
     if seen.abort:
         lines.append(f"aborted in epoch {seen.abort}")
     lines += [f"fault: {fault.describe(image.config)}" for fault in seen.faults]
+    if seen.broken_faults:
+        lines.append(f"faults: their records were overwritten: {seen.broken_faults}")
     if seen.epoch:
         lines += _describe_launch(seen, peers)
     return "\n".join(line if number == 0 else "  " + line for number, line in enumerate(lines))

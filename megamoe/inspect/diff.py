@@ -151,6 +151,11 @@ class _Side:
         blocks = region_tensor(dump.image, "pool_blocks").view(torch.int32).long()
         num_blocks = min(dump.image.word("table_ready") & 0xFFFFFFFF, self.config.num_pool_blocks)
         self.blocks = blocks[:num_blocks]
+        rows = self.blocks[:, 1]
+        broken = ((rows < 0) | (rows > self.config.block_m)).nonzero().flatten().tolist()
+        if broken:
+            words = f"block {broken[0]} has {int(rows[broken[0]])} rows of {self.config.block_m}"
+            raise ValueError(f"{dump.path}: the block table does not make sense: {words}")
 
     @property
     def num_tokens(self) -> int:

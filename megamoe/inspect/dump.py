@@ -7,17 +7,19 @@ those of at most `MAX_DATA_BYTES`, up to `MAX_TOTAL_BYTES` together. ``dump.json
 from __future__ import annotations
 
 import json
+import math
 import os
 import zipfile
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megamoe.config import MegaMoEConfig
+from megamoe.config import MegaMoEConfig, Stage
 from megamoe.inspect.image import Image, NotSaved
-from megamoe.layout import Region
+from megamoe.layout import ITEM_BYTES, Region
 
 FORMAT = 1
 SUFFIX = ".dump"
@@ -56,7 +58,8 @@ class LaunchFacts:
     def parse(cls, values: Mapping[str, Any]) -> LaunchFacts:
         """From JSON, which has texts for keys and lists for tuples."""
         windows = {int(rank): (int(row), int(column)) for rank, (row, column) in values["windows"].items()}
-        return cls(**{**values, "num_tokens": tuple(values["num_tokens"]), "windows": windows})
+        num_tokens = tuple(int(number) for number in values["num_tokens"])
+        return cls(**{**values, "num_tokens": num_tokens, "windows": windows, "stage": Stage(values["stage"])})
 
 
 @dataclass(frozen=True)
@@ -85,11 +88,22 @@ class Dump:
 
     @cached_property
     def extras(self) -> dict[str, Extra]:
-        with zipfile.ZipFile(self.path) as archive:
-            return {
-                name: Extra(dtype, shape, archive.read(f"extra/{name}"))
-                for name, (dtype, shape) in self._extras.items()
-            }
+        return {
+            name: Extra(dtype, shape, _read_member(self.path, f"extra/{name}", ITEM_BYTES[dtype] * math.prod(shape)))
+            for name, (dtype, shape) in self._extras.items()
+        }
+
+
+def _read_member(path: Path, name: str, num_bytes: int) -> bytes:
+    """Raises ValueError, naming the file, where it is damaged."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            content = archive.read(name)
+    except (zipfile.BadZipFile, zlib.error, KeyError, EOFError) as error:
+        raise ValueError(f"{path}: damaged: {name} cannot be read: {error}") from error
+    if len(content) != num_bytes:
+        raise ValueError(f"{path}: damaged: {name} has {len(content)} bytes, expected {num_bytes}")
+    return content
 
 
 def write_dump(
@@ -162,25 +176,36 @@ def load_dump(path: Path) -> Dump:
         with zipfile.ZipFile(path) as archive:
             about = json.loads(archive.read(ABOUT))
         if about["format"] != FORMAT:
-            raise ValueError(f"{path}: a dump of format {about['format']}, expected {FORMAT}")
-        config, facts = MegaMoEConfig(**about["config"]), about["facts"]
+            raise ValueError(f"a dump of format {about['format']}, expected {FORMAT}")
+        config, facts, rank = MegaMoEConfig(**about["config"]), about["facts"], int(about["rank"])
         parsed = LaunchFacts.parse(facts) if facts is not None else None
-    except (zipfile.BadZipFile, KeyError, TypeError, json.JSONDecodeError) as error:
+        omitted, checksums = dict(about["omitted"]), dict(about["checksums"])
+        extras = {name: (str(dtype), tuple(map(int, shape))) for name, (dtype, shape) in about["extras"].items()}
+        origin = f"{path.name} ({about['origin']})"
+        _check_ranks(config, rank, parsed)
+        unknown = sorted({dtype for dtype, _ in extras.values()} - set(ITEM_BYTES))
+        if unknown:
+            raise ValueError(f"unknown dtype {', '.join(unknown)}")
+    except (zipfile.BadZipFile, zlib.error, EOFError, KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"{path}: not a dump of this version of megamoe: {error}") from error
-    omitted = about["omitted"]
     known: dict[str, bytes] = {}
 
     def read(region: Region, first: int, size: int) -> bytes:
         if region.name in omitted:
             raise NotSaved(f"{path.name} does not hold {region.name}: {omitted[region.name]}")
         if region.name not in known:
-            with zipfile.ZipFile(path) as archive:
-                known[region.name] = archive.read(f"region/{region.name}")
+            known[region.name] = _read_member(path, f"region/{region.name}", region.num_bytes)
         return known[region.name][first : first + size]
 
-    image = Image(config, int(about["rank"]), f"{path.name} ({about['origin']})", read)
-    extras = {name: (dtype, tuple(shape)) for name, (dtype, shape) in about["extras"].items()}
-    return Dump(path, image, parsed, omitted, about["checksums"], extras)
+    return Dump(path, Image(config, rank, origin, read), parsed, omitted, checksums, extras)
+
+
+def _check_ranks(config: MegaMoEConfig, rank: int, facts: LaunchFacts | None) -> None:
+    if not 0 <= rank < config.num_ranks:
+        raise ValueError(f"rank {rank} of {config.num_ranks}")
+    num_tokens = facts.num_tokens if facts is not None else (0,) * config.num_ranks
+    if len(num_tokens) != config.num_ranks or not all(0 <= n <= config.num_max_tokens_per_rank for n in num_tokens):
+        raise ValueError(f"tokens {num_tokens} of {config.num_ranks} ranks with {config.num_max_tokens_per_rank} each")
 
 
 def find_dumps(places: Sequence[Path]) -> list[Path]:
