@@ -170,6 +170,8 @@ def _own_device(group: DistributedGroup) -> int:
 def _virtual_devices(group: LocalGroup) -> list[int]:
     """The GPU of every virtual rank, in blocks over the GPUs of the group."""
     there = torch.cuda.device_count()
+    if there == 0:
+        raise ValueError("target sm90: torch sees no GPU; megamoe doctor says what is missing")
     gpus = there if group.num_gpus is None else group.num_gpus
     if not 1 <= gpus <= there:
         raise ValueError(f"num_gpus: got {gpus}, expected 1 to the {there} GPUs of this machine")

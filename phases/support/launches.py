@@ -223,7 +223,7 @@ def open_buffer(ranks: Ranks, config: MegaMoEConfig, max_ctas: int | None = None
         accumulate=config.accumulate,
     )
     if opened.config != config:
-        raise ValueError(f"the buffer's config is {opened.config}, expected {config}: is MEGAMOE_CONFIG set?")
+        raise ValueError(f"the buffer's config is {opened.config}, expected {config}: unset MEGAMOE_CONFIG")
     answer_for(opened.ranks if isinstance(opened, VirtualSymmBuffer) else [opened])
     return opened
 
