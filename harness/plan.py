@@ -216,16 +216,26 @@ def _only_undone(
     return chosen
 
 
+def _gates_without_cases(asked: tuple[int, ...], request: Request, specs: Mapping[int, PhaseSpec]) -> set[int]:
+    """Asked-for phases that have none of the asked-for cases, and on which one rests that has: they are run whole, as
+    gates, or the other would run without them."""
+    if request.cases is None or not request.with_gates:
+        return set()
+    with_cases = tuple(number for number in asked if set(request.cases) & set(specs[number].cases))
+    return set(with_requirements(with_cases, specs)) & set(asked) - set(with_cases)
+
+
 def make_plan(request: Request, specs: Mapping[int, PhaseSpec], machine: Machine) -> Plan:
     """Check the request and lay out its steps. Raises BadRequest, naming the option, for what does not exist."""
     asked = _asked_phases(request, specs)
     _check(request, specs, asked)
     phases = with_requirements(asked, specs) if request.with_gates else asked
     target, reason = choose_target(request.target, [specs[number] for number in asked], machine)
+    gates = set(phases) - set(asked) | _gates_without_cases(asked, request, specs)
     steps = [
         step
         for number in phases
-        for step in _steps_of_phase(specs[number], request, target, machine, is_gate=number not in asked)
+        for step in _steps_of_phase(specs[number], request, target, machine, is_gate=number in gates)
     ]
     if request.only is not None:
         steps = _only_undone(steps, request.only, request, specs)

@@ -117,6 +117,15 @@ def test_gates_run_first_and_can_be_left_out(project: Project) -> None:
     assert [step["phase"] for step in call.steps()] == [3]
 
 
+def test_a_gate_without_the_asked_for_cases_is_run_whole(project: Project) -> None:
+    """In the run that asks for it too, and when what failed is run again: else phase 2 would pass without its gate."""
+    project.phase(1, FAILS)
+    project.phase(2, 'case("other"); view("x"); finish()', cases=["other"], requires=[1])
+    for options in ((), ("--rerun", "failed")):
+        call = project.call("run", "--target", "host", "--cases", "other", *options)
+        assert call.statuses() == {"1-1-single": "failed", "2-1-single": "blocked"}, call.output
+
+
 def test_failing_gate(project: Project) -> None:
     project.phase(1, FAILS)
     project.phase(2, PASSING, requires=[1])
