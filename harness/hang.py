@@ -403,9 +403,14 @@ def read_launch_facts(folder: Path, config: MegaMoEConfig) -> LaunchFacts | None
     """What the ranks' last launch of a config was asked to do; None where they did not say."""
     from megamoe.inspect.dump import LaunchFacts
 
-    for path in folder.glob(launch_file(Path(), 0).name.replace("0", "*")):
+    found: LaunchFacts | None = None
+    for path in sorted(folder.glob(launch_file(Path(), 0).name.replace("0", "*"))):
         with suppress(OSError, LookupError, TypeError, ValueError):  # what a script wrote may be anything
             said = json.loads(path.read_text())
-            if said["config"] == dataclasses.asdict(config):
-                return LaunchFacts.parse(said["facts"])
-    return None
+            if said["config"] != dataclasses.asdict(config):
+                continue
+            facts = LaunchFacts.parse(said["facts"])
+            found = found or facts
+            if dataclasses.replace(facts, windows=found.windows) == found:  # each names its own
+                found = dataclasses.replace(found, windows={**found.windows, **facts.windows})
+    return found

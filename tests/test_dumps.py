@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -17,11 +18,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from harness.hang import BUFFER_LINK, HANG_FOLDER, Trouble, answer_file, write_bundle
+from harness.hang import BUFFER_LINK, HANG_FOLDER, Trouble, answer_file, read_launch_facts, write_bundle
 from harness.processes import own_key
 from harness.rank import DUMP_SUFFIX, DUMP_VIEWS_VARIABLE, launch_file
 from harness.spec import load_specs
-from megamoe import L1Weights, Stage, launch_mega_moe
+from megamoe import DebugWindow, L1Weights, Stage, launch_mega_moe
 from megamoe.buffer import DEBUG_VIEWS
 from megamoe.cli import app
 from megamoe.groups import TARGETS
@@ -447,3 +448,26 @@ def test_a_launch_is_noted_for_who_explains_it(
     assert re.search(r"l2_acts +equal: [1-9]", text)
     assert re.search(r"combine +equal: [1-9]", text)
     assert re.search(r"y +not compared: the dumps do not hold it", text)
+
+
+def test_each_process_tells_the_windows_of_its_own_ranks(
+    launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks in two processes: a bundle has both windows. Where one is missing, that view alone is not compared."""
+    monkeypatch.setenv("MEGAMOE_RUN_DIR", str(tmp_path))
+    windows = {0: DebugWindow(0, 1), 1: DebugWindow(0, 2)}
+    launch = _launch(launcher, Options(stage=Stage.L1_EPILOGUE, windows=windows))
+    said = json.loads(launch_file(tmp_path, 0).read_text())
+    for rank in windows:
+        own = {**said["facts"], "windows": {rank: said["facts"]["windows"][str(rank)]}}
+        launch_file(tmp_path, rank).write_text(json.dumps({**said, "facts": own}))
+    facts = read_launch_facts(tmp_path, launch.config)
+    assert facts is not None
+    assert facts.windows == {0: (0, 1), 1: (0, 2)}
+    for known in (facts, dataclasses.replace(facts, windows={1: (0, 2)})):
+        for rank, buffer in launch.buffers.items():
+            write_dump(tmp_path / f"rank{rank}-a.dump", image_of(buffer), known)
+        code, text = call("diff", str(tmp_path), "--oracle")
+        assert code == 0, text
+        assert re.search(r"l2_acts +equal: [1-9]", text)
+        assert ("rank 0 did not say where its window is" in text) == (0 not in known.windows)

@@ -188,7 +188,7 @@ def test_faults_and_reset_over_two_gpus(gpus: FakeGpus) -> None:
     before = run(buffers, weights, tokens)
     y = torch.empty(5, SHAPE[0], dtype=torch.bfloat16)
     megamoe.fp8_mega_moe(y, *weights[0], buffers.ranks[0])
-    with pytest.raises(MegaMoEFault, match=r"waited 0\.5 s for rank 1 to publish its routes"):
+    with pytest.raises(MegaMoEFault, match=r"waited 0\.[5-9] s for rank 1 to publish its routes"):
         buffers.ranks[0].check()
     assert bool(y.isnan().all())
     buffers.reset()
@@ -200,7 +200,7 @@ def test_an_absent_rank_of_one_gpu_is_named(gpus: FakeGpus) -> None:
     buffers = opened(2, timeout_s=0.5)
     weights = weights_of(buffers)
     megamoe.dummy_run(*weights[1], buffers.ranks[1])
-    with pytest.raises(MegaMoEFault, match=r"rank 1 waited 0\.5 s for rank 0"):
+    with pytest.raises(MegaMoEFault, match=r"rank 1 waited 0\.[5-9] s for rank 0"):
         buffers.ranks[1].check()
     assert gpus.grids == [(0, (1,), 66)]
 
