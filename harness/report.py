@@ -110,12 +110,15 @@ def _column_words(line: Mapping[str, Any]) -> str:
 
 
 def _error_words(total: Mapping[str, Any]) -> str:
-    """The largest error, with the bound where the map's comparison has it."""
+    """Of the comparison nearest to its bound, or furthest beyond it: the map's. A view may have several bounds, so that
+    its largest error alone says little. Without a map: the largest."""
     found = total.get("map")
     if not number_of(total.get("max_error")):
         return "0" if total.get("wrong") == 0 else _short(total.get("max_error"))
     bound = number_of(found.get("bound")) if found else 0.0
-    return _short(total.get("max_error")) + (f" (bound {bound:.3g})" if bound else "")
+    if not found or not bound:
+        return _short(total.get("max_error"))
+    return f"{_short(found.get('max_error', total.get('max_error')))} (bound {bound:.3g})"
 
 
 def _error_map(found: Mapping[str, Any] | None) -> ErrorMap | None:
