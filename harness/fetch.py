@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from harness.nodes import Node, NodeError
-from harness.remote import ORIGIN_FILE, Session, fresh_folder, write_origin
+from harness.remote import ORIGIN_FILE, Session, write_origin
 from harness.remote_agent import STATE_FILE
+from harness.results import fresh_folder
 from harness.sync import probe, pull
 
 

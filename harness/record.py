@@ -164,15 +164,19 @@ def _total(checks: Sequence[Mapping[str, Any]]) -> ViewTotal:
     )
 
 
-def _worst_map(checks: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    def badness(check: Mapping[str, Any]) -> tuple[bool, float]:
-        error, bound = float(check.get("max_error") or 0.0), float(check.get("bound") or 0.0)
-        return not check["ok"], math.inf if math.isnan(error) else error / bound if bound else error
+def badness(ok: bool, error: float, bound: float) -> tuple[bool, float]:
+    """By which comparisons of a view are ordered: a failure is worse than any pass, then by the error in its bound."""
+    return not ok, math.inf if math.isnan(error) else error / bound if bound else error
 
+
+def _worst_map(checks: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
     mapped = [check for check in checks if check.get("map")]
     if not mapped:
         return None
-    worst = max(mapped, key=badness)
+    worst = max(
+        mapped,
+        key=lambda check: badness(check["ok"], float(check.get("max_error") or 0.0), float(check.get("bound") or 0.0)),
+    )
     about = {name: worst.get(name) for name in ("case", "against", "max_error", "bound", "ok")}
     return {**worst["map"], **about}
 

@@ -20,6 +20,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from harness.nodes import Node, NodeError, explain_ssh
+from harness.results import fresh_folder
 from harness.sync import Snapshot, probe, pull, push, snapshot
 
 HELLO_SECONDS = 60.0
@@ -206,18 +207,6 @@ class Interrupts:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.count += 1
-
-
-def fresh_folder(runs_folder: Path, name: str) -> Path:
-    """``runs_folder/name``, made; with a number where a run of that name is here already."""
-    for number in range(1, 1000):
-        folder = runs_folder.resolve() / (name if number == 1 else f"{name}.{number}")
-        try:
-            folder.mkdir(parents=True)
-            return folder
-        except FileExistsError:
-            continue
-    raise FileExistsError(f"{runs_folder}: 999 runs are called {name}")
 
 
 def write_origin(node: Node, run: str, folder: Path) -> None:

@@ -14,6 +14,7 @@ from harness.earlier import EarlierRun, read_run, step_name
 from harness.hang import HANG_FOLDER, SUMMARY_TEXT
 from harness.jsonlines import read_sound_lines
 from harness.pictures import legend_picture, map_picture
+from harness.record import badness
 from harness.results import FAILING, RESULTS_FILE, STATUSES, log_tails
 
 REPORT_FILE = "report.html"
@@ -159,9 +160,8 @@ def _view_rows(line: Mapping[str, Any]) -> tuple[ViewRow, ...]:
 def _badness(line: Mapping[str, Any], view: str) -> tuple[bool, float]:
     total = line["views"][view]
     found = total.get("map") or {}
-    bound = number_of(found.get("bound"))
     error = number_of(found.get("max_error", total.get("max_error")))
-    return int(number_of(total.get("wrong"))) > 0, error / bound if bound else error
+    return badness(int(number_of(total.get("wrong"))) == 0, error, number_of(found.get("bound")))
 
 
 def _phase_views(lines: Sequence[Mapping[str, Any]]) -> tuple[ViewRow, ...]:

@@ -83,6 +83,18 @@ class BuildResult:
     log_tail: str = ""
 
 
+def fresh_folder(runs_folder: Path, name: str) -> Path:
+    """``runs_folder/name``, made; with a number where a run of that name is here already."""
+    for number in range(1, 1000):
+        folder = runs_folder.resolve() / (name if number == 1 else f"{name}.{number}")
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            continue
+    raise FileExistsError(f"{runs_folder}: 999 runs are called {name}")
+
+
 def log_tails(folder: Path, *, max_lines: int = LOG_TAIL_LINES, max_bytes: int = LOG_TAIL_BYTES) -> dict[str, str]:
     """The last lines of the launcher's and of every rank's log; empty logs are left out."""
     of_ranks = [path for path in folder.glob("rank*.log") if re.fullmatch(r"rank[0-9]+", path.stem)]

@@ -31,6 +31,7 @@ from harness.results import (
     command_to_repeat,
     exit_code,
     flight_line,
+    fresh_folder,
     log_tails,
     step_line,
     write_junit,
@@ -57,17 +58,12 @@ class Places:
 
 def new_run_folder(runs_folder: Path) -> Path:
     """``<runs>/<time>``, made; a second run in the same second gets a number. Raises BadRequest where none can be."""
-    name = time.strftime("%Y-%m-%dT%H-%M-%S")
-    for number in range(1, 1000):
-        folder = runs_folder.resolve() / (name if number == 1 else f"{name}.{number}")
-        try:
-            folder.mkdir(parents=True)
-            return folder
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise BadRequest(f"--runs-dir: no folder for results in {runs_folder}: {error}") from error
-    raise FileExistsError(f"{runs_folder}: 999 runs began at {name}")
+    try:
+        return fresh_folder(runs_folder, time.strftime("%Y-%m-%dT%H-%M-%S"))
+    except FileExistsError:
+        raise
+    except OSError as error:
+        raise BadRequest(f"--runs-dir: no folder for results in {runs_folder}: {error}") from error
 
 
 def build(target: str, folder: Path, project_root: Path, stop: StopRequest, seconds: float) -> BuildResult:
