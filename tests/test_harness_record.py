@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from harness.machine import Gpu, Machine
 from harness.outcome import Outcome
 from harness.plan import Plan, Request, Step, make_plan
 from harness.processes import ProcessKey
-from harness.record import Verdict, judge, read_record
+from harness.record import Verdict, badness, judge, read_record
 from harness.results import StepResult, exit_code, log_tails
 from harness.spec import SpecError, load_spec, load_specs
 from harness.watch import PROCESSES_FILE, recorded_processes
@@ -290,3 +291,15 @@ def test_skipped_gate_is_not_an_asked_for_skip(tmp_path: Path) -> None:
     (step, *_) = _plan(tmp_path, 0, BOTH).steps
     gate = Step(step.spec, "host", 1, "single", None, 60.0, 1, is_gate=True)
     assert exit_code([StepResult(gate, "skipped"), StepResult(step, "passed")], [], []) == 0
+
+
+def test_a_failure_is_worse_than_any_pass_and_nan_than_any_error() -> None:
+    order = [
+        (True, 3.0, 4.0),
+        (True, 0.9, 1.0),
+        (True, 7.0, 0.0),
+        (True, math.nan, 1.0),
+        (False, 0.1, 1.0),
+        (False, 0.5, 1.0),
+    ]
+    assert sorted(reversed(order), key=lambda one: badness(*one)) == order

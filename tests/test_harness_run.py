@@ -15,6 +15,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from harness.results import fresh_folder
 from tests.harness_project import PASSING, Project, processes_in
 
 HANGS = 'case("small"); view("x"); print("waiting for rank 1", flush=True); time.sleep(1000)'
@@ -378,3 +379,9 @@ def test_live_table_on_a_terminal(project: Project) -> None:
     assert "1 toy1" in text
     assert "\x1b[32mpassed" in text
     assert text.rstrip().endswith("1 passed, 0 failed")
+
+
+def test_runs_of_one_name_get_numbers(tmp_path: Path) -> None:
+    names = [fresh_folder(tmp_path / "runs", "now").name for _ in range(3)]
+    assert names == ["now", "now.2", "now.3"]
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == names
