@@ -302,4 +302,4 @@ def test_a_failure_is_worse_than_any_pass_and_nan_than_any_error() -> None:
         (False, 0.1, 1.0),
         (False, 0.5, 1.0),
     ]
-    assert sorted(reversed(order), key=lambda one: badness(*one)) == order
+    assert sorted(order[::-1], key=lambda one: badness(*one)) == order
