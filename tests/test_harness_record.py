@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -302,4 +303,4 @@ def test_a_failure_is_worse_than_any_pass_and_nan_than_any_error() -> None:
         (False, 0.1, 1.0),
         (False, 0.5, 1.0),
     ]
-    assert sorted(order[::-1], key=lambda one: badness(*one)) == order
+    assert all(badness(*better) < badness(*worse) for better, worse in pairwise(order))
