@@ -11,6 +11,8 @@ SCALE_BLOCK = 128
 
 MAX_RANKS = 72
 MAX_TOPK = 32
+MAX_EXPERTS = 2**20
+"""Experts over all ranks: sorting keeps an expert and a count in one 32-bit word."""
 BLOCK_M_CHOICES = (32, 64, 128)
 L2_SF_GRANULARITY_CHOICES = (64, 128)
 Accumulate = Literal["fp32", "fast"]
@@ -58,7 +60,7 @@ class MegaMoEConfig:
 
     Attributes:
         num_ranks: expert-parallel ranks, 1 to 72.
-        num_experts: experts over all ranks; divisible by ``num_ranks``.
+        num_experts: experts over all ranks; divisible by ``num_ranks``, at most 2**20.
         num_topk: routes a token has, 1 to 32 and at most ``num_experts``.
         hidden: model width, a multiple of 128.
         intermediate_hidden: width of one expert, a multiple of 128.
@@ -95,6 +97,7 @@ class MegaMoEConfig:
                 continue
             _require(is_count(value), f"{name} must be a positive integer, got {value!r}")
         _require(self.num_ranks <= MAX_RANKS, f"num_ranks must be at most {MAX_RANKS}, got {self.num_ranks}")
+        _require(self.num_experts <= MAX_EXPERTS, f"num_experts must be at most {MAX_EXPERTS}, got {self.num_experts}")
         _require(
             self.num_experts % self.num_ranks == 0,
             f"num_experts must be divisible by num_ranks, got {self.num_experts} experts over {self.num_ranks} ranks",

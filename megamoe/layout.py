@@ -9,14 +9,14 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from megamoe import abi
-from megamoe.config import ACCUM_DEBUG_EDGE, INTERLEAVE, SCALE_BLOCK, MegaMoEConfig, ceil_div, round_up
+from megamoe.config import ACCUM_DEBUG_EDGE, INTERLEAVE, MAX_EXPERTS, SCALE_BLOCK, MegaMoEConfig, ceil_div, round_up
 
 ITEM_BYTES = {"e4m3": 1, "bf16": 2, "f32": 4, "u32": 4, "i64": 8, "u64": 8}
 REGION_ALIGNMENT = 256
 BULK_COPY_BYTES = 16
 """Rows that a bulk copy moves start and end on this boundary."""
 
-ROUTES_PER_CHUNK = 512
+ROUTES_PER_CHUNK = 1024
 """Routes of one claim while a source sorts its routes by expert."""
 
 NUM_BANKS = 2
@@ -145,7 +145,7 @@ def _regions(config: MegaMoEConfig) -> list[Region]:
     ]
     between_ranks = [
         _region("route_count", "u64", (ranks, local), "dispatch of every source", "table"),
-        _region("route_base", "u64", (ranks, local), "dispatch of every source", "table, pull"),
+        _region("route_base", "u32", (ranks, local), "dispatch of every source", "table, pull"),
         _region("route_list", "u32", (tokens * topk, 2), "dispatch", "pull of every owner"),
         _region("expert_done", "u64", (experts,), "L2 epilogue of every owner", "combine"),
         _region("combine", "bf16", (topk, tokens, hidden), "L2 epilogue of every owner", "combine"),
@@ -158,9 +158,7 @@ def _regions(config: MegaMoEConfig) -> list[Region]:
         _region("fault_count", "u32", (1,), "any role", "host"),
         _region("fault_records", "u32", (MAX_FAULT_RECORDS, FAULT_RECORD.num_words), "any role", "host"),
         _region("chunk_counts", "u32", (num_route_chunks(config), experts), "dispatch", "dispatch"),
-        _region("expert_totals", "u32", (experts,), "dispatch", "dispatch"),
         _region("list_bases", "u32", (experts + 1,), "dispatch", "dispatch"),
-        _region("bases_ready", "u64", (1,), "dispatch", "dispatch"),
     ]
     pool = [
         _region("table_ready", "u64", (1,), "table", "pull, load"),
@@ -364,6 +362,7 @@ def cpp_header() -> str:
             f"enum class Claim : uint32_t {{ {claims}, number_of_claims }};",
             f"enum class FaultWord : uint32_t {{ {words}, number_of_words }};",
             f"constexpr uint32_t kRoutesPerChunk = {ROUTES_PER_CHUNK};",
+            f"constexpr uint32_t kMaxExperts = {MAX_EXPERTS};",
             f"constexpr uint32_t kMaxFaultRecords = {MAX_FAULT_RECORDS};",
             f"constexpr uint32_t kRowsPerPull = {ROWS_PER_PULL};",
             f"constexpr uint32_t kLaunchDecisionSlots = {LAUNCH_DECISION_SLOTS};",

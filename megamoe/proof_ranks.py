@@ -175,7 +175,7 @@ class ProofRanks:
         threading.Timer(10, os._exit, (_EXIT_HUNG,)).start()
         for rank in range(self.config.num_ranks):
             words = {}
-            for name in ("epoch", "in_use", "abort", "table_ready", "bases_ready", "claims", "launch_decisions"):
+            for name in ("epoch", "in_use", "abort", "table_ready", "claims", "launch_decisions"):
                 with torch.cuda.stream(_streams(self.device_of[rank], True)):
                     seen = self.view(rank, name).flatten()
                 words[name] = [hex(word) for word in seen.cpu().tolist() if word]

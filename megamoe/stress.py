@@ -26,10 +26,10 @@ from megamoe.config import MegaMoEConfig, Stage
 from megamoe.reference import compare, moe_layer
 from megamoe.stress_program import Build, Case, Run, RunOptions, run
 
-SMALL = MegaMoEConfig(4, 8, 4, 128, 128, 132, l2_sf_granularity=64, block_m=32, l1_block_n=128)
+SMALL = MegaMoEConfig(4, 8, 4, 128, 128, 260, l2_sf_granularity=64, block_m=32, l1_block_n=128)
 """Two chunks of routes on a full rank, two L1 tiles a block."""
-WIDE = MegaMoEConfig(8, 16, 4, 256, 128, 160, l2_sf_granularity=64, block_m=32, l1_block_n=128)
-"""8 ranks; two L1 and two L2 tiles a block."""
+WIDE = MegaMoEConfig(8, 16, 4, 256, 128, 260, l2_sf_granularity=64, block_m=32, l1_block_n=128)
+"""8 ranks; two chunks, two L1 and two L2 tiles a block."""
 TINY = MegaMoEConfig(2, 4, 2, 128, 128, 40, l2_sf_granularity=64, block_m=32, l1_block_n=128)
 """So quick that ranks are as often between launches as in one."""
 
@@ -116,7 +116,7 @@ PERTURB_CASES = (
     (Case(replace(WIDE, hidden=128, num_max_tokens_per_rank=130), seed=13, epochs=3, truncate_every=3), 3),
     (Case(replace(TINY, num_ranks=4, num_topk=3), seed=14, epochs=8, truncate_every=4), 4),
     (Case(replace(TINY, num_ranks=1), seed=15, epochs=8, truncate_every=4), 4),
-    (Case(replace(SMALL, num_ranks=2, num_topk=8, num_max_tokens_per_rank=70), seed=16, epochs=4, truncate_every=4), 2),
+    (Case(replace(SMALL, num_ranks=2, num_topk=8, num_max_tokens_per_rank=130), seed=16, epochs=4, truncate_every=4), 2),
 )
 """Cases and workers, among which the seeds are dealt out."""
 

@@ -128,7 +128,7 @@ def test_rows_lie_in_the_order_of_the_contract(drawn: tuple[MegaMoEConfig, list[
 
 def test_several_chunks_of_routes() -> None:
     """More routes than one claim sorts, so that chunks by different workers have to come out in token order."""
-    config = small_config(2, num_experts=6, num_topk=4, num_max_tokens_per_rank=300, block_m=64)
+    config = small_config(2, num_experts=6, num_topk=4, num_max_tokens_per_rank=600, block_m=64)
     generator = torch.Generator().manual_seed(3)
     batches = [
         Batch(
@@ -136,7 +136,7 @@ def test_several_chunks_of_routes() -> None:
             torch.randint(-1, 6, (tokens, 4), generator=generator),
             torch.rand(tokens, 4, generator=generator),
         )
-        for tokens in (300, 257)
+        for tokens in (600, 257)
     ]
     for workers in (1, 4):
         check_pool(config, batches, workers)

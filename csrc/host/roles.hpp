@@ -70,13 +70,16 @@ inline void copy_rows(const Context& context, uint32_t block, uint32_t first_row
   const auto& layout = *context.layout;
   const uint32_t hidden = context.problem->hidden;
   for (uint32_t i = 0; i < rows; ++i) {
-    const PulledRow row = locate_row(context, block, first_row + i);
+    const ListPlace place = list_place(context, block, first_row + i, [&](uint32_t expert, uint32_t step) {
+      return source_part(context, expert, step);
+    });
+    const PulledRow row = locate_row(context, block, first_row + i, place);
     std::memcpy(context.own<uint8_t>(layout.l1_acts) + row.pool_row * layout.l1_acts.stride[0],
                 context.peer<uint8_t>(row.source, layout.x) + row.token * layout.x.stride[0], hidden);
     const float* scales = context.peer<float>(row.source, layout.x_sf) + row.token * layout.x_sf.stride[0];
     float* to = context.own<float>(layout.l1_acts_sf) + row.pool_row;
     for (uint32_t group = 0; group < hidden / kScaleBlock; ++group) to[group * layout.l1_acts_sf.stride[1]] = scales[group];
-    store_row_metadata(context, row);
+    store_row_metadata(context, row, load_row_weight(context, row));
   }
 }
 

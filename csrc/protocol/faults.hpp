@@ -102,9 +102,12 @@ struct Waited {
 
 // Wait until `reached(word)`. Called by one thread. Not reached means that the launch drains, because the deadline
 // passed (a record was written, every rank told) or because another wait already aborted it.
-// Polls relaxed and acquires once, so that on the GPU a poll does not flush the L1 cache.
+// Polls relaxed and acquires once, so that on the GPU a poll does not flush the L1 cache; or acquires at every poll, which saves
+// the second load, where a launch begins and that cache holds nothing yet.
 // `started` is the time from which the deadline counts, for waits that share one; 0: from now.
-template <class Ref, class Reached>
+enum class Poll { relaxed_first, acquiring };
+
+template <Poll kPoll = Poll::relaxed_first, class Ref, class Reached>
 MEGAMOE_FN auto wait_until(const Context& context, Ref word, Reached reached, Fault fault, uint64_t started = 0)
     -> Waited<decltype(word.load(relaxed))> {
   perturb(Point::wait);
@@ -112,8 +115,8 @@ MEGAMOE_FN auto wait_until(const Context& context, Ref word, Reached reached, Fa
   const uint32_t doublings = pause_doublings(context, fault.wait);
   Patience patience{started};
   for (;;) {
-    const auto seen = word.load(relaxed);
-    if (reached(seen)) return {true, word.load(last_order)};
+    const auto seen = word.load(kPoll == Poll::acquiring ? last_order : relaxed);
+    if (reached(seen)) return {true, kPoll == Poll::acquiring ? seen : word.load(last_order)};
     if (gives_up(context, patience, fault, uint64_t(seen))) return {false, seen};
     pause(patience.polls, doublings);
   }

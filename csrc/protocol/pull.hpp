@@ -13,39 +13,55 @@ struct PulledRow {
   uint32_t slot;
 };
 
-MEGAMOE_FN uint32_t source_step_of_row(const Context& context, uint32_t expert, uint32_t row_of_expert) {
-  const uint32_t* rows = source_rows(context, expert);
-  uint32_t low = 0, high = context.problem->num_ranks;  // rows[low] <= row < rows[high]
-  while (high - low > 1) {
-    const uint32_t middle = (low + high) / 2;
-    (rows[middle] <= row_of_expert ? low : high) = middle;
+// What a source has of a local expert's rows: the first of them, and where in its list they begin. Loaded together. Relaxed: a
+// source that sent nothing here may be writing that of its next epoch.
+struct SourcePart {
+  uint32_t first_row, list_base;
+};
+MEGAMOE_FN SourcePart source_part(const Context& context, uint32_t expert, uint32_t step) {
+  const Region& bases = context.layout->route_base;
+  uint32_t& base = context.own<uint32_t>(bases)[rotated_source(context, step) * bases.stride[0] + expert];
+  return {source_rows(context, expert)[step], SystemRef<uint32_t>(base).load(relaxed)};
+}
+
+struct ListPlace {
+  uint32_t source, entry;
+};
+
+// Where a row stands in its source's list: that of the last source whose rows begin at or before it. `part_of(expert, step)` is
+// asked for all steps in order.
+template <class PartOf>
+MEGAMOE_FN ListPlace list_place(const Context& context, uint32_t block, uint32_t row_of_block, PartOf part_of) {
+  const uint32_t expert = pool_blocks(context)[block].expert;
+  const uint32_t row = (block - expert_blocks(context)[expert]) * context.problem->block_m + row_of_block;
+  ListPlace place{0, 0};
+  for (uint32_t step = 0; step < context.problem->num_ranks; ++step) {
+    const SourcePart part = part_of(expert, step);
+    if (part.first_row <= row) place = {rotated_source(context, step), part.list_base + row - part.first_row};
   }
-  return low;
+  return place;
 }
 
 // Look a row up in its source's list. Reads remote memory: only under a claim.
-MEGAMOE_FN PulledRow locate_row(const Context& context, uint32_t block, uint32_t row_of_block) {
-  const auto& layout = *context.layout;
-  const uint32_t expert = pool_blocks(context)[block].expert;
-  const uint32_t row = (block - expert_blocks(context)[expert]) * context.problem->block_m + row_of_block;
-  const uint32_t step = source_step_of_row(context, expert, row);
-  const uint32_t source = rotated_source(context, step);
-  const uint64_t base = context.own<uint64_t>(layout.route_base)[source * layout.route_base.stride[0] + expert];
-  const uint32_t position = row - source_rows(context, expert)[step];
-  const auto entry = context.peer<RouteListEntry>(source, layout.route_list)[base + position];
-  return {block * context.problem->block_m + row_of_block, source, entry.token, entry.slot};
+MEGAMOE_FN PulledRow locate_row(const Context& context, uint32_t block, uint32_t row_of_block, const ListPlace& place) {
+  const auto entry = context.peer<RouteListEntry>(place.source, context.layout->route_list)[place.entry];
+  return {block * context.problem->block_m + row_of_block, place.source, entry.token, entry.slot};
+}
+
+// The weight is loaded before and stored after a row's other loads, with which it travels.
+MEGAMOE_FN float load_row_weight(const Context& context, const PulledRow& row) {
+  return context.peer<float>(row.source, context.layout->topk_weights)[row.token * context.problem->num_topk + row.slot];
 }
 
 // Metadata and weight of a row; the activations are the target's to copy.
-MEGAMOE_FN void store_row_metadata(const Context& context, const PulledRow& row) {
+MEGAMOE_FN void store_row_metadata(const Context& context, const PulledRow& row, float weight) {
   const auto& layout = *context.layout;
   uint32_t* metadata =
       context.own<uint32_t>(layout.token_src_metadata) + row.pool_row * layout.token_src_metadata.stride[0];
   metadata[0] = row.source;
   metadata[1] = row.token;
   metadata[2] = row.slot;
-  const float* weights = context.peer<float>(row.source, layout.topk_weights);
-  context.own<float>(layout.l1_topk_weights)[row.pool_row] = weights[row.token * context.problem->num_topk + row.slot];
+  context.own<float>(layout.l1_topk_weights)[row.pool_row] = weight;
 }
 
 constexpr uint32_t kPullWindow = 32;  // blocks that are pulled side by side: short ones would make claims for nothing else

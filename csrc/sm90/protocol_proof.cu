@@ -23,7 +23,7 @@ constexpr uint32_t kGroupBlocks = 2, kGroupLag = 1;
 constexpr uint32_t kDrains = ~0u;
 static_assert(kTileColumns == kCtaThreads && kMaxTileRows <= kCtaThreads);
 
-using CtaTeam = WarpTeam<kWarps, kRoutesPerChunk>;
+using CtaTeam = WarpTeam<kWarps, RouteScratch>;
 using OneWarp = WarpTeam<1>;
 using Puller = RowPuller<4, 8192>;
 

@@ -30,7 +30,7 @@ constexpr uint32_t kMathBarrier = 2;       // both math warpgroups
 constexpr uint32_t kCtaBarrier = 3;        // every role has ended
 
 using Puller = RowPuller<4, 1792>;  // a row of 7168 bytes in four pieces
-using DispatchTeam = WarpTeam<4, kRoutesPerChunk>;  // the whole first warpgroup, before its warps part
+using DispatchTeam = WarpTeam<4, RouteScratch>;  // the whole first warpgroup, before its warps part
 
 enum class TileWork : uint32_t { l1, l2, stop };
 

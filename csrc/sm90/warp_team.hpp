@@ -11,10 +11,9 @@ namespace megamoe::sm90 {
 
 constexpr uint32_t kWarpThreads = 32;
 constexpr uint32_t kFullWarp = ~0u;
-constexpr uint32_t kSharedPlaces = 512;  // experts whose places are taken in shared memory; more are taken where they lie
 
-// `kScratchWords`: kRoutesPerChunk for a team that lists routes.
-template <uint32_t kWarps, uint32_t kScratchWords = 0>
+// `Scratch`: RouteScratch for a team that sorts routes or builds the table.
+template <uint32_t kWarps, class Scratch = uint32_t>
 class WarpTeam {
  public:
   static constexpr uint32_t kThreads = kWarps * kWarpThreads;
@@ -22,8 +21,7 @@ class WarpTeam {
   // Two slots in turn: between two uses of one there is the barrier of the other, so a slot needs no barrier of its own
   // before it is written again.
   struct Shared {
-    uint32_t scratch[kScratchWords == 0 ? 1 : kScratchWords];
-    uint32_t places[kScratchWords == 0 ? 1 : kSharedPlaces];
+    Scratch scratch;
     uint32_t slots[2][kSlotWords];
   };
 
@@ -35,10 +33,7 @@ class WarpTeam {
   MEGAMOE_FN uint32_t rank() const { return rank_; }
   MEGAMOE_FN static constexpr uint32_t size() { return kThreads; }
 
-  MEGAMOE_FN uint32_t* scratch() const {
-    static_assert(kScratchWords == kRoutesPerChunk);
-    return shared_->scratch;
-  }
+  MEGAMOE_FN Scratch& scratch() const { return shared_->scratch; }
 
   MEGAMOE_FN void sync() const {
     if constexpr (kWarps == 1) {
@@ -82,57 +77,48 @@ class WarpTeam {
     }
   }
 
-  // One warp goes through the ids, 32 at a time: equal ones find each other, the first of them moves the place on.
-  MEGAMOE_FN void take_places(uint32_t* ids, uint32_t count, uint32_t* places, uint32_t num_places) {
+  // A warp goes through its part, 32 routes at a time: equal ones find each other, the first of them moves the count on.
+  MEGAMOE_FN void number_equal(uint32_t count, uint32_t first_expert) const {
     const uint32_t lane = rank_ % kWarpThreads;
-    uint32_t* next = places;
-    if (num_places <= kSharedPlaces) {
-      next = shared_->places;
-      for (uint32_t i = rank_; i < num_places; i += kThreads) next[i] = places[i];
-      sync();
-    }
-    for (uint32_t first = 0; rank_ < kWarpThreads && first < count; first += kWarpThreads) {
-      const uint32_t id = first + lane < count ? ids[first + lane] : kNoPlace;
-      const uint32_t equal = __match_any_sync(kFullWarp, id);
-      const uint32_t place = id == kNoPlace ? 0 : next[id];
-      __syncwarp();
-      if (id != kNoPlace) {
-        if (lane == uint32_t(__ffs(equal)) - 1) next[id] = place + __popc(equal);
-        ids[first + lane] = place + __popc(equal & ((1u << lane) - 1));
+    for (uint32_t part = rank_ / kWarpThreads; part < kRouteParts; part += kWarps) {
+      const uint32_t last = smaller(count, (part + 1) * kRoutesPerPart);
+#pragma unroll 1
+      for (uint32_t first = part * kRoutesPerPart; first < last; first += kWarpThreads) {
+        const uint32_t word = first + lane < last ? scratch().words[first + lane] : kIdMask;
+        const uint32_t expert = (word & kIdMask) - first_expert;
+        const bool counts = expert < kExpertWindow;
+        const uint32_t equal = __match_any_sync(kFullWarp, counts ? expert : kExpertWindow);
+        const uint32_t before = counts ? scratch().counts[part][expert] : 0;
+        __syncwarp();
+        if (counts) {
+          if (lane == uint32_t(__ffs(equal)) - 1) scratch().counts[part][expert] = uint16_t(before + __popc(equal));
+          scratch().words[first + lane] = word | (before + __popc(equal & ((1u << lane) - 1))) << kIdBits;
+        }
+        __syncwarp();
       }
-      __syncwarp();
     }
-    sync();
   }
 
-  // A thread reads and writes its own elements only (those congruent to its rank), before and after.
-  MEGAMOE_FN uint32_t exclusive_sum(uint32_t* data, uint32_t count) {
+  MEGAMOE_FN PartialSum exclusive_sum(uint32_t value) {
     const uint32_t lane = rank_ % kWarpThreads, warp = rank_ / kWarpThreads;
-    uint32_t before = 0;  // sum of the elements of earlier rounds
-    for (uint32_t first = 0; first < count; first += kThreads) {
-      const uint32_t index = first + rank_;
-      const uint32_t value = index < count ? data[index] : 0;
-      uint32_t sum = value;  // inclusive, within the warp
-      for (uint32_t distance = 1; distance < kWarpThreads; distance *= 2) {
-        const uint32_t other = __shfl_up_sync(kFullWarp, sum, distance);
-        if (lane >= distance) sum += other;
-      }
-      uint32_t earlier_warps = 0, total = 0;
-      if constexpr (kWarps == 1) {
-        total = __shfl_sync(kFullWarp, sum, kWarpThreads - 1);
-      } else {
-        uint32_t* slot = next_slot();
-        if (lane == kWarpThreads - 1) slot[warp] = sum;
-        sync();
-        for (uint32_t other = 0; other < kWarps; ++other) {
-          if (other < warp) earlier_warps += slot[other];
-          total += slot[other];
-        }
-      }
-      if (index < count) data[index] = before + earlier_warps + sum - value;
-      before += total;
+    uint32_t sum = value;  // inclusive, within the warp
+    for (uint32_t distance = 1; distance < kWarpThreads; distance *= 2) {
+      const uint32_t other = __shfl_up_sync(kFullWarp, sum, distance);
+      if (lane >= distance) sum += other;
     }
-    return before;
+    if constexpr (kWarps == 1) {
+      return {sum - value, __shfl_sync(kFullWarp, sum, kWarpThreads - 1)};
+    } else {
+      uint32_t* slot = next_slot();
+      if (lane == kWarpThreads - 1) slot[warp] = sum;
+      sync();
+      uint32_t earlier_warps = 0, total = 0;
+      for (uint32_t other = 0; other < kWarps; ++other) {
+        if (other < warp) earlier_warps += slot[other];
+        total += slot[other];
+      }
+      return {earlier_warps + sum - value, total};
+    }
   }
 
  private:

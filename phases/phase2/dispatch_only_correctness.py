@@ -28,8 +28,8 @@ def check_routing_chunks(phase: Phase, checks: CaseChecks, *, work: Workload) ->
 
 def make_cases(phase: Phase) -> CaseList:
     ranks = phase.ranks
-    config = make_config(ranks, num_experts=8 * max(1, ranks.num_ranks // 4), num_topk=6, capacity=224)
-    counts = (224, *(7 * rank % 32 for rank in range(1, ranks.num_ranks)))
+    config = make_config(ranks, num_experts=8 * max(1, ranks.num_ranks // 4), num_topk=6, capacity=352)
+    counts = (352, *(7 * rank % 32 for rank in range(1, ranks.num_ranks)))
     work = Workload("routing_chunks", config, counts, masked=0.05)
     chunked = Variant(work.name, partial(check_routing_chunks, work=work))
     return {**numeric_variants(phase), "routing_chunks": [chunked]}

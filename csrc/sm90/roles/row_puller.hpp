@@ -10,37 +10,52 @@ constexpr uint32_t kScalesPerLoad = 4;      // one 16-byte load
 constexpr uint32_t kScaleLoads = 2;         // in flight in each lane
 constexpr uint32_t kScaleLanes = kWarpThreads / kRowsPerPull;
 
-  // Read along a token's scales, written along the rows of a scale group: a few lanes a row, 16 bytes a lane.
-  MEGAMOE_FN void copy_scales(const Context& context, const PulledRow& mine, uint32_t first_pool_row,
-                                     uint32_t rows) {
-    const Region &from_region = context.layout->x_sf, &to_region = context.layout->l1_acts_sf;
-    const uint32_t groups = context.problem->hidden / kScaleBlock;
-    const uint32_t lane = threadIdx.x % kWarpThreads, row = lane % kRowsPerPull;
-    const uint32_t source = __shfl_sync(kFullWarp, mine.source, row);
-    const uint32_t token = __shfl_sync(kFullWarp, mine.token, row);
-    if (row >= rows) return;
-    const float* from = context.peer<float>(source, from_region) + token * from_region.stride[0];
-    float* to = context.own<float>(to_region) + first_pool_row + row;
-    constexpr uint32_t step = kScaleLanes * kScalesPerLoad;
+// Read along a token's scales, written along the rows of a scale group: a few lanes a row, 16 bytes a lane.
+MEGAMOE_FN void copy_scales(const Context& context, const PulledRow& mine, uint32_t first_pool_row, uint32_t rows) {
+  const Region &from_region = context.layout->x_sf, &to_region = context.layout->l1_acts_sf;
+  const uint32_t groups = context.problem->hidden / kScaleBlock;
+  const uint32_t lane = threadIdx.x % kWarpThreads, row = lane % kRowsPerPull;
+  const uint32_t source = __shfl_sync(kFullWarp, mine.source, row);
+  const uint32_t token = __shfl_sync(kFullWarp, mine.token, row);
+  if (row >= rows) return;
+  const float* from = context.peer<float>(source, from_region) + token * from_region.stride[0];
+  float* to = context.own<float>(to_region) + first_pool_row + row;
+  constexpr uint32_t step = kScaleLanes * kScalesPerLoad;
 #pragma unroll 1
-    for (uint32_t base = lane / kRowsPerPull * kScalesPerLoad; base < groups; base += kScaleLoads * step) {
-      float4 scales[kScaleLoads];
+  for (uint32_t base = lane / kRowsPerPull * kScalesPerLoad; base < groups; base += kScaleLoads * step) {
+    float4 scales[kScaleLoads];
 #pragma unroll
-      for (uint32_t i = 0; i < kScaleLoads; ++i) {
-        const uint32_t group = base + i * step;
-        if (group < groups) scales[i] = *reinterpret_cast<const float4*>(from + group);
-      }
+    for (uint32_t i = 0; i < kScaleLoads; ++i) {
+      const uint32_t group = base + i * step;
+      if (group < groups) scales[i] = *reinterpret_cast<const float4*>(from + group);
+    }
 #pragma unroll
-      for (uint32_t i = 0; i < kScaleLoads; ++i) {
-        const float values[kScalesPerLoad] = {scales[i].x, scales[i].y, scales[i].z, scales[i].w};
+    for (uint32_t i = 0; i < kScaleLoads; ++i) {
+      const float values[kScalesPerLoad] = {scales[i].x, scales[i].y, scales[i].z, scales[i].w};
 #pragma unroll
-        for (uint32_t j = 0; j < kScalesPerLoad; ++j) {
-          const uint32_t group = base + i * step + j;
-          if (group < groups) to[group * to_region.stride[1]] = values[j];
-        }
+      for (uint32_t j = 0; j < kScalesPerLoad; ++j) {
+        const uint32_t group = base + i * step + j;
+        if (group < groups) to[group * to_region.stride[1]] = values[j];
       }
     }
   }
+}
+
+// The rows of a run, one a lane. Every lane loads a source's part, so that all parts travel together.
+MEGAMOE_FN PulledRow locate_run(const Context& context, uint32_t block, uint32_t first_row, uint32_t rows) {
+  const uint32_t lane = threadIdx.x % kWarpThreads;
+  SourcePart mine{};
+  const ListPlace place = list_place(context, block, first_row + lane, [&](uint32_t expert, uint32_t step) {
+    if (step % kWarpThreads == 0 && step + lane < context.problem->num_ranks)
+      mine = source_part(context, expert, step + lane);
+    return SourcePart{__shfl_sync(kFullWarp, mine.first_row, step % kWarpThreads),
+                      __shfl_sync(kFullWarp, mine.list_base, step % kWarpThreads)};
+  });
+  PulledRow row{};
+  if (lane < rows) row = locate_row(context, block, first_row + lane, place);
+  __syncwarp();
+  return row;
+}
 
 // Copies in flight, and the bytes of one: longer rows are copied in pieces.
 template <uint32_t kDepth, uint32_t kSlotBytes>
@@ -66,15 +81,14 @@ class RowPuller {
     const Region& to = context.layout->l1_acts;
     const uint32_t hidden = context.problem->hidden;
     const uint32_t first_pool_row = block * context.problem->block_m + first_row;
-    PulledRow mine{};
-    if (lane() < rows) mine = locate_row(context, block, first_row + lane());
-    __syncwarp();
+    const PulledRow mine = locate_run(context, block, first_row, rows);
     const uint32_t pieces = ceil_div(hidden, kPullSlotBytes);
     const uint32_t copies = rows * pieces;
 #pragma unroll 1
     for (uint32_t copy = 0; copy < smaller(kPullDepth, copies); ++copy) load(context, mine, copy, pieces);
-    if (lane() < rows) store_row_metadata(context, mine);
+    const float weight = lane() < rows ? load_row_weight(context, mine) : 0.0f;
     copy_scales(context, mine, first_pool_row, rows);
+    if (lane() < rows) store_row_metadata(context, mine, weight);
 #pragma unroll 1
     for (uint32_t copy = 0; copy < copies; ++copy) {
       const uint32_t slot = copy % kPullDepth, first_byte = copy % pieces * kPullSlotBytes;
@@ -118,9 +132,8 @@ MEGAMOE_FN void copy_rows_by_registers(const Context& context, uint32_t block, u
   const uint32_t lane = threadIdx.x % kWarpThreads;
   const uint32_t vectors = context.problem->hidden / sizeof(uint4);
   const uint32_t first_pool_row = block * context.problem->block_m + first_row;
-  PulledRow mine{};
-  if (lane < rows) mine = locate_row(context, block, first_row + lane);
-  __syncwarp();
+  const PulledRow mine = locate_run(context, block, first_row, rows);
+  const float weight = lane < rows ? load_row_weight(context, mine) : 0.0f;
 #pragma unroll 1
   for (uint32_t row = 0; row < rows; ++row) {
     const uint32_t source = __shfl_sync(kFullWarp, mine.source, row), token = __shfl_sync(kFullWarp, mine.token, row);
@@ -139,8 +152,8 @@ MEGAMOE_FN void copy_rows_by_registers(const Context& context, uint32_t block, u
         if (first + i * kWarpThreads < vectors) to[first + i * kWarpThreads] = words[i];
     }
   }
-  if (lane < rows) store_row_metadata(context, mine);
   copy_scales(context, mine, first_pool_row, rows);
+  if (lane < rows) store_row_metadata(context, mine, weight);
 }
 
 }  // namespace megamoe::sm90
