@@ -32,7 +32,8 @@ WIDE = MegaMoEConfig(8, 16, 4, 256, 128, 260, l2_sf_granularity=64, block_m=32, 
 """8 ranks; two chunks, two L1 and two L2 tiles a block."""
 TINY = MegaMoEConfig(2, 4, 2, 128, 128, 40, l2_sf_granularity=64, block_m=32, l1_block_n=128)
 """So quick that ranks are as often between launches as in one."""
-
+TWO = replace(SMALL, num_ranks=2, num_topk=8, num_max_tokens_per_rank=130)
+"""Two chunks of routes, which two workers of a rank share."""
 
 UNDISTURBED = RunOptions(workers=1, barriers=True)
 
@@ -116,7 +117,7 @@ PERTURB_CASES = (
     (Case(replace(WIDE, hidden=128, num_max_tokens_per_rank=130), seed=13, epochs=3, truncate_every=3), 3),
     (Case(replace(TINY, num_ranks=4, num_topk=3), seed=14, epochs=8, truncate_every=4), 4),
     (Case(replace(TINY, num_ranks=1), seed=15, epochs=8, truncate_every=4), 4),
-    (Case(replace(SMALL, num_ranks=2, num_topk=8, num_max_tokens_per_rank=130), seed=16, epochs=4, truncate_every=4), 2),
+    (Case(TWO, seed=16, epochs=4, truncate_every=4), 2),
 )
 """Cases and workers, among which the seeds are dealt out."""
 

@@ -19,6 +19,7 @@ MEGAMOE_FN void advance_expert(const Context& context, uint32_t expert, uint32_t
   constexpr auto order = mutated(Mutation::relaxed_tile_counter) ? relaxed : acquire_release;
   DeviceRef<uint32_t> progress(context.banked<uint32_t>(context.layout->expert_progress)[expert]);
   if (progress.fetch_add(steps, order) + steps != all) return;
+  fence_before_releases();
   const uint32_t* rows = source_rows(context, expert);
   const uint32_t global = context.first_expert() + expert;
   for (uint32_t step = 0; step < context.problem->num_ranks; ++step) {
@@ -26,7 +27,7 @@ MEGAMOE_FN void advance_expert(const Context& context, uint32_t expert, uint32_t
     const uint32_t source = rotated_source(context, step);
     perturb(Point::publish);
     SystemRef<uint64_t>(context.peer<uint64_t>(source, context.layout->expert_done)[global])
-        .store(stamped(context.epoch, 1), release);
+        .store(stamped(context.epoch, 1), fenced_release);
   }
 }
 

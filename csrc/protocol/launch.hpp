@@ -26,12 +26,12 @@ MEGAMOE_FN Entry enter_launch(Context& context, uint64_t launch) {
   DeviceRef<uint64_t> epoch(*context.own<uint64_t>(context.layout->epoch));
   DeviceRef<uint64_t> decision(decision_slot(context, launch)[0]);
   const uint64_t undecided = launch << kEntryBits;
-  uint64_t seen = decision.load(acquire);
+  uint64_t seen = 0;  // the first exchange finds out
   while (seen >> kEntryBits != launch) {
     if (seen != 0) {
       pause(0, 0);
       seen = decision.load(acquire);
-    } else if (decision.compare_exchange_weak(seen, undecided, acquire, relaxed)) {
+    } else if (decision.compare_exchange_weak(seen, undecided, acquire, acquire)) {
       uint64_t free = 0;
       const bool entered = in_use.compare_exchange_strong(free, launch, acquire, acquire);
       if (!entered) {
@@ -60,26 +60,35 @@ MEGAMOE_FN void acknowledge_entry(const Context& context, uint64_t launch, uint3
   decision.store(0, release);
 }
 
+// One release carries all that the workers did, which the last of them acquired, and the epoch: whoever finds the buffer free
+// again, or on the host the epoch completed, finds that too. The two words themselves are in no order, and need none: a launch
+// that finds the buffer free completes much later than a store arrives.
+MEGAMOE_FN void end_launch(const Context& context) {
+  DeviceRef<uint64_t>(*context.own<uint64_t>(context.layout->epoch)).store(context.epoch, relaxed);
+  fence_before_releases();
+  SystemRef<uint64_t>(context.host_status->completed_epoch).store(context.epoch, fenced_release);
+  SystemRef<uint64_t>(*context.own<uint64_t>(context.layout->in_use)).store(0, fenced_release);
+}
+
 // The last worker to leave ends the launch; `drained(context)` is called by its whole team if the group was aborted.
 template <class Team, class Drained>
 MEGAMOE_FN void leave_launch(const Context& context, Team& team, uint32_t num_workers, Drained drained) {
   perturb(Point::leave);
-  const auto& layout = *context.layout;
   team.sync();
   const bool one_early = mutated(Mutation::exit_before_last_worker) && num_workers > 1;
   const uint32_t awaited = num_workers - (one_early ? 1 : 0);
-  if (!team.once([&] { return finish(context, Claim::exited_workers, awaited); })) return;
-  const uint64_t abort_epoch =
-      team.once([&] { return SystemRef<uint64_t>(*context.own<uint64_t>(layout.abort)).load(acquire); });
-  if (abort_epoch != 0) drained(context);
-  team.sync();
-  team.once([&] {
-    if (abort_epoch != 0) SystemRef<uint64_t>(context.host_status->aborted_epoch).store(abort_epoch, relaxed);
-    DeviceRef<uint64_t>(*context.own<uint64_t>(layout.epoch)).store(context.epoch, relaxed);
-    SystemRef<uint64_t>(context.host_status->completed_epoch).store(context.epoch, release);
-    SystemRef<uint64_t>(*context.own<uint64_t>(layout.in_use)).store(0, release);
-    return true;
+  const uint64_t abort_epoch = team.once([&]() -> uint64_t {  // 0 too for whoever is not the last
+    if (!finish(context, Claim::exited_workers, awaited)) return 0;
+    const uint64_t seen = SystemRef<uint64_t>(*context.own<uint64_t>(context.layout->abort)).load(acquire);
+    if (seen == 0) end_launch(context);
+    return seen;
   });
+  if (abort_epoch == 0) return;
+  drained(context);
+  team.sync();
+  if (team.rank() != 0) return;
+  SystemRef<uint64_t>(context.host_status->aborted_epoch).store(abort_epoch, relaxed);
+  end_launch(context);
 }
 
 constexpr uint32_t kWordsPerClear = 4096;

@@ -81,6 +81,10 @@ MEGAMOE_FN void pause(uint32_t polls, uint32_t doublings) {
 }
 // Data stored through the generic proxy is read by a bulk copy next: called after the acquire, by the thread that copies.
 MEGAMOE_FN void fence_generic_to_async_proxy() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+// Ahead of several stores of order `fenced_release`, to any rank: one fence in place of a release at each store, which would
+// wait for the store before it.
+MEGAMOE_FN void fence_before_releases() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+constexpr auto fenced_release = relaxed;
 MEGAMOE_FN void perturb(Point) {}
 #else
 MEGAMOE_FN uint64_t now_ns() {
@@ -90,6 +94,8 @@ MEGAMOE_FN uint64_t now_ns() {
 }
 MEGAMOE_FN void pause(uint32_t, uint32_t) { sched_yield(); }
 MEGAMOE_FN void fence_generic_to_async_proxy() {}
+MEGAMOE_FN void fence_before_releases() {}
+constexpr auto fenced_release = release;
 #if defined(MEGAMOE_PERTURB)
 MEGAMOE_FN void perturb(Point point) { perturbation::at(uint32_t(point)); }
 #else

@@ -82,43 +82,57 @@ class RowPuller {
     const uint32_t hidden = context.problem->hidden;
     const uint32_t first_pool_row = block * context.problem->block_m + first_row;
     const PulledRow mine = locate_run(context, block, first_row, rows);
-    const uint32_t pieces = ceil_div(hidden, kPullSlotBytes);
-    const uint32_t copies = rows * pieces;
+    Piece to_load, to_store;
 #pragma unroll 1
-    for (uint32_t copy = 0; copy < smaller(kPullDepth, copies); ++copy) load(context, mine, copy, pieces);
+    for (uint32_t slot = 0; slot < kPullDepth && to_load.row() < rows; ++slot) load(context, mine, slot, to_load);
     const float weight = lane() < rows ? load_row_weight(context, mine) : 0.0f;
     copy_scales(context, mine, first_pool_row, rows);
     if (lane() < rows) store_row_metadata(context, mine, weight);
 #pragma unroll 1
-    for (uint32_t copy = 0; copy < copies; ++copy) {
-      const uint32_t slot = copy % kPullDepth, first_byte = copy % pieces * kPullSlotBytes;
+    for (uint32_t slot = 0; to_store.row() < rows; slot = (slot + 1) % kPullDepth) {
       if (lane() == 0) {
         wait_for_load(context, &shared_.loaded[slot], parities_ >> slot & 1,
                       {FaultKind::timeout, WaitFor::rows, context.rank, block, rows, 0, 0});
-        const uint64_t row = first_pool_row + copy / pieces;
-        store_bulk(context.own<uint8_t>(to) + row * to.stride[0] + first_byte, shared_.slots[slot],
-                   smaller(kPullSlotBytes, hidden - first_byte));
+        const uint64_t row = first_pool_row + to_store.row();
+        store_bulk(context.own<uint8_t>(to) + row * to.stride[0] + to_store.first_byte(), shared_.slots[slot],
+                   smaller(kPullSlotBytes, hidden - to_store.first_byte()));
       }
       parities_ ^= 1u << slot;
-      const uint32_t next = copy + kPullDepth - 1;  // goes into the slot of the copy before this one
-      if (copy == 0 || next >= copies) continue;
+      const bool first = to_store.packed == 0;
+      to_store.advance(hidden);
+      if (first || to_load.row() == rows) continue;
       if (lane() == 0) wait_for_store_reads<1>();
-      load(context, mine, next, pieces);
+      load(context, mine, (slot + kPullDepth - 1) % kPullDepth, to_load);  // the slot of the copy before this one
     }
     if (lane() == 0) wait_for_stores();
   }
 
  private:
+  // What one copy moves: its row of the run and its first byte, in one register.
+  struct Piece {
+    static constexpr uint32_t kByteBits = 28;
+    uint32_t packed = 0;
+    MEGAMOE_FN uint32_t row() const { return packed >> kByteBits; }
+    MEGAMOE_FN uint32_t first_byte() const { return packed & ((1u << kByteBits) - 1); }
+    MEGAMOE_FN void advance(uint32_t hidden) {
+      packed += kPullSlotBytes;
+      if (first_byte() >= hidden) packed = (row() + 1) << kByteBits;
+    }
+  };
+  static_assert(kRowsPerPull < 1u << (32 - Piece::kByteBits));
+
   MEGAMOE_FN static uint32_t lane() { return threadIdx.x % kWarpThreads; }
 
-  MEGAMOE_FN void load(const Context& context, const PulledRow& mine, uint32_t copy, uint32_t pieces) {
+  MEGAMOE_FN void load(const Context& context, const PulledRow& mine, uint32_t slot, Piece& piece) {
     const Region& from = context.layout->x;
-    const uint32_t source = __shfl_sync(kFullWarp, mine.source, copy / pieces);
-    const uint32_t token = __shfl_sync(kFullWarp, mine.token, copy / pieces);
+    const uint32_t hidden = context.problem->hidden;
+    const uint32_t source = __shfl_sync(kFullWarp, mine.source, piece.row());
+    const uint32_t token = __shfl_sync(kFullWarp, mine.token, piece.row());
+    const uint32_t first_byte = piece.first_byte();
+    piece.advance(hidden);
     if (lane() != 0) return;
-    const uint32_t slot = copy % kPullDepth, first_byte = copy % pieces * kPullSlotBytes;
     load_bulk(shared_.slots[slot], context.peer<uint8_t>(source, from) + token * from.stride[0] + first_byte,
-              smaller(kPullSlotBytes, context.problem->hidden - first_byte), &shared_.loaded[slot]);
+              smaller(kPullSlotBytes, hidden - first_byte), &shared_.loaded[slot]);
   }
 
   Shared& shared_;
