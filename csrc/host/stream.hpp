@@ -25,8 +25,8 @@ inline void run_worker(const Rank& rank, const LaunchArguments& launch, uint32_t
   const auto* word = reinterpret_cast<const int32_t*>(launch.num_tokens_word);
   const int64_t tokens = word == nullptr ? int64_t(launch.num_tokens) : int64_t(*word);
   const uint32_t num_tokens = uint32_t(std::clamp<int64_t>(tokens, 0, launch.num_tokens));  // y has room for no more
-  Context context{&rank.problem, &rank.layout, rank.bases.data(), rank.host_status, launch.timeout_ns, 0, rank.rank,
-                  num_tokens, Stage(launch.stage)};
+  Context context{&rank.problem, &rank.layout, rank.bases.data(), rank.bases[rank.rank], rank.host_status,
+                  launch.timeout_ns, 0, rank.rank, num_tokens, Stage(launch.stage)};
   const auto y = reinterpret_cast<uint16_t*>(launch.y);
   const uint64_t y_elements = uint64_t(num_tokens) * rank.problem.hidden;
   SoloTeam team;

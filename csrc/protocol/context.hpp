@@ -10,6 +10,7 @@ struct Context {
   const Problem* problem;
   const BufferLayout* layout;
   uint8_t* const* bases;  // start of each rank's buffer, as this rank addresses it
+  uint8_t* own_base;      // its own: on the GPU `bases` is another load from memory, and again after every acquire
   HostStatus* host_status;
   uint64_t timeout_ns;
   uint64_t epoch;
@@ -23,7 +24,7 @@ struct Context {
   }
   template <class T>
   MEGAMOE_FN T* own(const Region& region) const {
-    return peer<T>(rank, region);
+    return reinterpret_cast<T*>(own_base + region.offset);
   }
   MEGAMOE_FN uint32_t bank() const { return uint32_t(epoch & 1); }
   MEGAMOE_FN uint32_t other_bank() const { return uint32_t(~epoch & 1); }

@@ -46,6 +46,7 @@ MEGAMOE_FN bool wait_for_counts(const Context& context, Team& team, uint32_t fir
   const uint64_t wanted = context.epoch - (mutated(Mutation::wait_for_stale_epoch) ? 1 : 0);
   bool reached = true;
   const uint64_t started = now_ns();
+  MEGAMOE_ROLLED
   for (uint32_t item = team.rank(); item < count * ranks && reached; item += team.size()) {
     const uint32_t source = rotated_source(context, item % ranks);
     const uint32_t expert = first + item / ranks;
@@ -70,6 +71,7 @@ MEGAMOE_FN void announce_table(const Context& context, uint32_t num_blocks) {
 MEGAMOE_FN uint32_t store_source_rows(const Context& context, const uint32_t* routes, uint32_t expert) {
   uint32_t* rows = source_rows(context, expert);
   uint32_t total = 0;
+  MEGAMOE_ROLLED
   for (uint32_t step = 0; step < context.problem->num_ranks; ++step) {
     rows[step] = total;
     total += routes[step];
@@ -82,6 +84,7 @@ MEGAMOE_FN uint32_t store_source_rows(const Context& context, const uint32_t* ro
 MEGAMOE_FN void store_blocks(const Context& context, uint32_t expert, uint32_t rows, uint32_t first_block) {
   const auto& problem = *context.problem;
   perturb(Point::store);
+  MEGAMOE_ROLLED
   for (uint32_t block = first_block; rows > 0 && block < problem.num_pool_blocks; ++block) {
     const uint32_t here = smaller(rows, problem.block_m);
     pool_blocks(context)[block] = {expert, here};
@@ -92,6 +95,7 @@ MEGAMOE_FN void store_blocks(const Context& context, uint32_t expert, uint32_t r
 // What the host reads of the table. `recv_stats` (or null) accumulates the routes of each local expert.
 template <class Team>
 MEGAMOE_FN void store_received(const Context& context, Team& team, int32_t* recv_stats) {
+  MEGAMOE_ROLLED
   for (uint32_t expert = team.rank(); expert < context.problem->experts_per_rank; expert += team.size()) {
     const uint32_t total = expert_rows(context, expert);
     SystemRef<uint64_t>(context.own<uint64_t>(context.layout->expert_recv_count_sum)[expert])

@@ -1,4 +1,5 @@
-// Everything that differs between the targets, and nothing else: qualifiers, clock, pause, memory scopes, proxy fence,
+// Everything that differs between the targets, and nothing else: qualifiers (MEGAMOE_ROLLED: a loop that runs once or twice
+// while its code is in no cache), clock, pause, memory scopes, proxy fence,
 // and the switches of the test builds. No other file of the protocol asks what it is compiled for.
 #pragma once
 #include <cuda/atomic>
@@ -8,10 +9,12 @@
 
 #if defined(__CUDACC__)
 #define MEGAMOE_FN __device__ __forceinline__
+#define MEGAMOE_ROLLED _Pragma("unroll 1")
 #else
 #include <sched.h>
 #include <time.h>
 #define MEGAMOE_FN inline
+#define MEGAMOE_ROLLED
 #if defined(MEGAMOE_PERTURB)
 #include "perturb.hpp"
 #endif

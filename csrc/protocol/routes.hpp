@@ -43,19 +43,23 @@ constexpr uint32_t kIdsAtOnce = 8;        // where one team sorts all routes
 constexpr uint32_t kIdsOfChunkAtOnce = 4;  // where it does so chunk by chunk
 constexpr uint32_t kChunksAtOnce = 8;     // counts
 
-// The experts of a chunk's routes into the team's scratch. True if this thread met one that does not exist.
-template <uint32_t kAtOnce, class Team>
-MEGAMOE_FN bool read_chunk(const Context& context, Team& team, const RouteChunk& range) {
+// The experts of a chunk's routes into the team's scratch. True if this thread met one that does not exist. `beside(first)` holds a
+// barrier over the team, goes on beside the loads of a batch, the first or another, and says whether their chunk is wanted. Without
+// a barrier between them the compiler would load one, use it and load the next.
+template <uint32_t kAtOnce, class Team, class Beside>
+MEGAMOE_FN bool read_chunk(const Context& context, Team& team, const RouteChunk& range, Beside beside) {
   const int64_t* ids = context.own<int64_t>(context.layout->topk_idx) + range.first;
   const uint32_t routes = range.last - range.first;
   const int64_t experts = context.problem->num_experts;
   bool bad = false;
-  for (uint32_t first = team.rank(); first < routes; first += kAtOnce * team.size()) {
+  for (uint32_t batch = 0; batch == 0 || batch < routes; batch += kAtOnce * team.size()) {
+    const uint32_t first = batch + team.rank();
     int64_t seen[kAtOnce];
     for (uint32_t i = 0; i < kAtOnce; ++i) {
       const uint32_t at = first + i * team.size();
       seen[i] = at < routes ? ids[at] : -1;
     }
+    if (!beside(batch == 0)) return false;
     for (uint32_t i = 0; i < kAtOnce; ++i) {
       const uint32_t at = first + i * team.size();
       if (at < routes) team.scratch().words[at] = seen[i] < 0 || seen[i] >= experts ? kIdMask : uint32_t(seen[i]);
@@ -65,10 +69,19 @@ MEGAMOE_FN bool read_chunk(const Context& context, Team& team, const RouteChunk&
   return bad;
 }
 
+template <class Team>
+MEGAMOE_FN bool read_claimed_chunk(const Context& context, Team& team, const RouteChunk& range) {
+  return read_chunk<kIdsOfChunkAtOnce>(context, team, range, [&](bool) {
+    team.sync();
+    return true;
+  });
+}
+
 // By the threads for which read_chunk() was true, once for each chunk.
 template <class Team>
 MEGAMOE_FN void record_bad_ids(const Context& context, Team& team, const RouteChunk& range) {
   const uint32_t experts = context.problem->num_experts;
+  MEGAMOE_ROLLED
   for (uint32_t route = range.first + team.rank(); route < range.last; route += team.size()) {
     const int64_t id = context.own<int64_t>(context.layout->topk_idx)[route];
     if (id >= int64_t(experts))
@@ -89,11 +102,13 @@ MEGAMOE_FN ExpertWindow expert_window(const Context& context, uint32_t first) {
 template <class Team>
 MEGAMOE_FN void number_routes(Team& team, uint32_t routes, const ExpertWindow& window) {
   RouteScratch& scratch = team.scratch();
+  MEGAMOE_ROLLED
   for (uint32_t e = team.rank(); e < window.count; e += team.size())
     for (uint32_t part = 0; part < kRouteParts; ++part) scratch.counts[part][e] = 0;
   team.sync();
   team.number_equal(routes, window.first);
   team.sync();
+  MEGAMOE_ROLLED
   for (uint32_t e = team.rank(); e < window.count; e += team.size())
     for (uint32_t part = 1; part < kRouteParts; ++part)
       scratch.counts[part][e] = uint16_t(scratch.counts[part][e] + scratch.counts[part - 1][e]);
@@ -113,6 +128,7 @@ struct RouteShare {
 // where the next window's do. `share_of(e)` is asked by the thread that owns expert window.first + e.
 template <class Team, class ShareOf>
 MEGAMOE_FN uint32_t place_experts(Team& team, const ExpertWindow& window, uint32_t next, ShareOf share_of) {
+  MEGAMOE_ROLLED
   for (uint32_t first = 0; first < window.count; first += team.size()) {
     const uint32_t e = first + team.rank();
     const RouteShare share = e < window.count ? share_of(e) : RouteShare{0, 0};
@@ -131,6 +147,7 @@ MEGAMOE_FN void list_routes(const Context& context, Team& team, const RouteChunk
   auto* list = context.own<RouteListEntry>(context.layout->route_list);
   const uint32_t topk = context.problem->num_topk;
   perturb(Point::store);
+  MEGAMOE_ROLLED
   for (uint32_t i = team.rank(); i < range.last - range.first; i += team.size()) {
     const uint32_t word = scratch.words[i], e = (word & kIdMask) - window.first, part = i / kRoutesPerPart;
     if (e >= window.count) continue;
@@ -152,6 +169,7 @@ MEGAMOE_FN void publish_counts(const Context& context, Team& team, const ExpertW
   const auto& layout = *context.layout;
   constexpr auto order = mutated(Mutation::relaxed_publish) ? relaxed : release;
   perturb(Point::publish);
+  MEGAMOE_ROLLED
   for (uint32_t e = team.rank(); e < window.count; e += team.size()) {
     const ListPart part = part_of(e);
     const uint32_t owner = (window.first + e) / problem.experts_per_rank;
@@ -163,14 +181,17 @@ MEGAMOE_FN void publish_counts(const Context& context, Team& team, const ExpertW
   }
 }
 
-// All routes of the rank in one chunk: one team does it all, and all but the list stays in its scratch. The claim travels
-// beside the ids.
+// All routes of the rank in one chunk: one team does it all, and all but the list stays in its scratch. The claim goes on
+// beside the loads of the ids.
 template <class Team>
 MEGAMOE_FN void sort_alone(const Context& context, Team& team) {
   const RouteChunk range = route_chunk(context, 0);
-  const uint32_t claimed = team.rank() == 0 ? take(context, Claim::count_chunk) : 0;
-  const bool bad = read_chunk<kIdsAtOnce>(context, team, range);
-  if (team.once([&] { return claimed; }) != 0) return;
+  bool mine = true;
+  const bool bad = read_chunk<kIdsAtOnce>(context, team, range, [&](bool first) {
+    if (first) mine = team.once([&] { return take(context, Claim::count_chunk) == 0; });
+    return mine;
+  });
+  if (!mine) return;
   if (bad) record_bad_ids(context, team, range);
   uint32_t next = 0;
   for (uint32_t first = 0; first < context.problem->num_experts; first += kExpertWindow) {
@@ -195,11 +216,13 @@ constexpr uint32_t kArrivalUnit = 1u << 16;
 // The routes of an expert, when all chunks are counted.
 MEGAMOE_FN RouteShare share_of_chunk(const Context& context, uint32_t chunk, uint32_t expert) {
   const uint32_t chunks = num_route_chunks(context);
+  const uint32_t* of_chunks = chunk_counts(context, 0) + expert;
+  const uint64_t stride = context.layout->chunk_counts.stride[0];
   RouteShare share{0, 0};
   for (uint32_t first = 0; first < chunks; first += kChunksAtOnce) {
     uint32_t counts[kChunksAtOnce];
     for (uint32_t i = 0; i < kChunksAtOnce; ++i)
-      counts[i] = first + i < chunks ? chunk_counts(context, first + i)[expert] : 0;
+      counts[i] = first + i < chunks ? of_chunks[(first + i) * stride] : 0;
     for (uint32_t i = 0; i < kChunksAtOnce; ++i) {
       if constexpr (mutated(Mutation::pool_order_by_arrival)) counts[i] %= kArrivalUnit;
       share.all += counts[i];
@@ -223,7 +246,7 @@ MEGAMOE_FN void publish_listed(const Context& context, Team& team) {
 template <class Team>
 MEGAMOE_FN void count_chunk(const Context& context, Team& team, uint32_t chunk) {
   const RouteChunk range = route_chunk(context, chunk);
-  if (read_chunk<kIdsOfChunkAtOnce>(context, team, range)) record_bad_ids(context, team, range);
+  if (read_claimed_chunk(context, team, range)) record_bad_ids(context, team, range);
   for (uint32_t first = 0; first < context.problem->num_experts; first += kExpertWindow) {
     const ExpertWindow window = expert_window(context, first);
     number_routes(team, range.last - range.first, window);
@@ -239,7 +262,7 @@ MEGAMOE_FN bool list_chunk(const Context& context, Team& team, uint32_t chunk, u
   const RouteChunk range = route_chunk(context, chunk);
   const uint32_t experts = context.problem->num_experts;
   uint32_t* bases = context.own<uint32_t>(context.layout->list_bases);
-  if (chunk != held) read_chunk<kIdsOfChunkAtOnce>(context, team, range);
+  if (chunk != held) read_claimed_chunk(context, team, range);
   uint32_t next = 0;
   for (uint32_t first = 0; first < experts; first += kExpertWindow) {
     const ExpertWindow window = expert_window(context, first);

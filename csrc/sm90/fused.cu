@@ -81,6 +81,7 @@ MEGAMOE_FN void set_up(const GroupArguments& group, const RankArguments& mine, S
     shared.entered = enter_cta(context, mine.launch);
     context.problem = &shared.problem;
     context.layout = &shared.layout;
+    if (group.problem.num_ranks <= kSharedBases) context.bases = reinterpret_cast<uint8_t* const*>(shared.bases);
     shared.context = context;
     shared.maps = mine.maps;
   }
@@ -89,6 +90,9 @@ MEGAMOE_FN void set_up(const GroupArguments& group, const RankArguments& mine, S
     copy_together(shared.problem, group.problem);
     copy_together(shared.layout, group.layout);
     copy_together(shared.launch, mine.launch);
+    const uint32_t rank = threadIdx.x - kFirstMathThread;
+    const uint32_t at_hand = smaller(kSharedBases, group.problem.num_ranks);
+    if (rank < at_hand) shared.bases[rank] = reinterpret_cast<const uint64_t*>(mine.bases)[rank];
   }
   __syncthreads();
 }

@@ -16,6 +16,7 @@ constexpr uint32_t kPieceN = 128;  // columns of one product; two make a tall ti
 constexpr uint32_t kStages = 4;
 constexpr uint32_t kTileSlots = 2;
 constexpr uint32_t kUntoldTiles = 4;  // one in each slot, one in its epilogue, one whose results are being told of
+constexpr uint32_t kSharedBases = 8;  // ranks whose buffers' addresses are at hand; of more they are read from memory
 constexpr uint32_t kClaimLead = 8;  // stages before the end of a tile at which the next one is claimed
 
 constexpr uint32_t kMathWarpgroups = 2;
@@ -84,6 +85,7 @@ struct SharedStorage {
   Entered entered;
   TileOrder order;
   uint64_t maps;  // address of this rank's TensorMaps
+  uint64_t bases[kSharedBases];  // of the context
   Problem problem;
   BufferLayout layout;
   LaunchArguments launch;

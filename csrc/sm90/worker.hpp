@@ -35,6 +35,7 @@ MEGAMOE_FN Context make_context(const GroupArguments& group, const RankArguments
   context.problem = &group.problem;
   context.layout = &group.layout;
   context.bases = reinterpret_cast<uint8_t* const*>(mine.bases);
+  context.own_base = context.bases[mine.rank];
   context.host_status = reinterpret_cast<HostStatus*>(mine.host_status);
   context.timeout_ns = mine.launch.timeout_ns;
   context.rank = mine.rank;

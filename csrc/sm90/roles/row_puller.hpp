@@ -59,7 +59,7 @@ MEGAMOE_FN PulledRow locate_run(const Context& context, uint32_t block, uint32_t
 
 // Copies in flight, and the bytes of one: longer rows are copied in pieces.
 template <uint32_t kDepth, uint32_t kSlotBytes>
-struct alignas(128) PullShared {
+struct alignas(64) PullShared {
   uint8_t slots[kDepth][kSlotBytes];
   uint64_t loaded[kDepth];
 };
