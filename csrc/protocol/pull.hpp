@@ -13,15 +13,15 @@ struct PulledRow {
   uint32_t slot;
 };
 
-// What a source has of a local expert's rows: the first of them, and where in its list they begin. Loaded together. Relaxed: a
-// source that sent nothing here may be writing that of its next epoch.
+// What a source has of a local expert's rows: the first of them, and where in its list they begin; and the expert's first block.
+// Loaded together. Relaxed: a source that sent nothing here may be writing where its list of its next epoch begins.
 struct SourcePart {
-  uint32_t first_row, list_base;
+  uint32_t first_row, list_base, first_block;
 };
 MEGAMOE_FN SourcePart source_part(const Context& context, uint32_t expert, uint32_t step) {
   const Region& bases = context.layout->route_base;
   uint32_t& base = context.own<uint32_t>(bases)[rotated_source(context, step) * bases.stride[0] + expert];
-  return {source_rows(context, expert)[step], SystemRef<uint32_t>(base).load(relaxed)};
+  return {source_rows(context, expert)[step], SystemRef<uint32_t>(base).load(relaxed), expert_blocks(context)[expert]};
 }
 
 struct ListPlace {
@@ -33,10 +33,10 @@ struct ListPlace {
 template <class PartOf>
 MEGAMOE_FN ListPlace list_place(const Context& context, uint32_t block, uint32_t row_of_block, PartOf part_of) {
   const uint32_t expert = pool_blocks(context)[block].expert;
-  const uint32_t row = (block - expert_blocks(context)[expert]) * context.problem->block_m + row_of_block;
   ListPlace place{0, 0};
   for (uint32_t step = 0; step < context.problem->num_ranks; ++step) {
     const SourcePart part = part_of(expert, step);
+    const uint32_t row = (block - part.first_block) * context.problem->block_m + row_of_block;
     if (part.first_row <= row) place = {rotated_source(context, step), part.list_base + row - part.first_row};
   }
   return place;

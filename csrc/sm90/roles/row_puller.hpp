@@ -20,6 +20,7 @@ MEGAMOE_FN void copy_scales(const Context& context, const PulledRow& mine, uint3
   if (row >= rows) return;
   const float* from = context.peer<float>(source, from_region) + token * from_region.stride[0];
   float* to = context.own<float>(to_region) + first_pool_row + row;
+  const uint64_t to_stride = to_region.stride[1];
   constexpr uint32_t step = kScaleLanes * kScalesPerLoad;
 #pragma unroll 1
   for (uint32_t base = lane / kRowsPerPull * kScalesPerLoad; base < groups; base += kScaleLoads * step) {
@@ -35,7 +36,7 @@ MEGAMOE_FN void copy_scales(const Context& context, const PulledRow& mine, uint3
 #pragma unroll
       for (uint32_t j = 0; j < kScalesPerLoad; ++j) {
         const uint32_t group = base + i * step + j;
-        if (group < groups) to[group * to_region.stride[1]] = values[j];
+        if (group < groups) to[group * to_stride] = values[j];
       }
     }
   }
@@ -46,10 +47,10 @@ MEGAMOE_FN PulledRow locate_run(const Context& context, uint32_t block, uint32_t
   const uint32_t lane = threadIdx.x % kWarpThreads;
   SourcePart mine{};
   const ListPlace place = list_place(context, block, first_row + lane, [&](uint32_t expert, uint32_t step) {
-    if (step % kWarpThreads == 0 && step + lane < context.problem->num_ranks)
-      mine = source_part(context, expert, step + lane);
+    if (step % kWarpThreads == 0)
+      mine = source_part(context, expert, smaller(step + lane, context.problem->num_ranks - 1));
     return SourcePart{__shfl_sync(kFullWarp, mine.first_row, step % kWarpThreads),
-                      __shfl_sync(kFullWarp, mine.list_base, step % kWarpThreads)};
+                      __shfl_sync(kFullWarp, mine.list_base, step % kWarpThreads), mine.first_block};
   });
   PulledRow row{};
   if (lane < rows) row = locate_row(context, block, first_row + lane, place);
