@@ -140,3 +140,26 @@ def test_several_chunks_of_routes() -> None:
     ]
     for workers in (1, 4):
         check_pool(config, batches, workers)
+
+
+@pytest.mark.parametrize("tokens", [(40, 33), (300, 7)], ids=["one chunk", "two chunks"])
+def test_more_experts_than_are_sorted_at_a_time(tokens: tuple[int, int]) -> None:
+    """Sources count 256 experts at a time, and a table of two sources takes 512 local experts at a time."""
+    config = small_config(2, num_experts=1030, num_topk=4, num_max_tokens_per_rank=300)
+    generator = torch.Generator().manual_seed(4)
+    # Half of the routes go to a few experts on both sides of the borders.
+    few = torch.tensor([0, 255, 256, 511, 512, 514, 515, 1026, 1027, 1029])
+    batches = []
+    for count in tokens:
+        ids = torch.randint(0, 1030, (count, 4), generator=generator)
+        drawn = few[torch.randint(0, len(few), (count, 4), generator=generator)]
+        ids = torch.where(torch.rand(count, 4, generator=generator) < 0.5, drawn, ids)
+        batches.append(
+            Batch(
+                torch.randn(count, config.hidden, generator=generator).bfloat16(),
+                ids,
+                torch.rand(count, 4, generator=generator),
+            )
+        )
+    for workers in (1, 3):
+        check_pool(config, batches, workers)
