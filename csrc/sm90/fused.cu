@@ -49,12 +49,13 @@ MEGAMOE_FN void copy_together(T& to, const T& from) {
 // By the first thread of a CTA.
 MEGAMOE_FN Entered enter_cta(Context& context, const LaunchArguments& launch) {
   const Worker worker = this_worker(MEGAMOE_RANKS_HERE);
+  const bool drains = aborted(context);  // what is raised from here on, the waits see
   const Entry entry = enter_launch(context, launch_identity(launch));
   const int64_t tokens = given_tokens(launch);
   if (entry == Entry::run && worker.index == 0 && tokens != int64_t(context.num_tokens))
     record_fault(context, {FaultKind::token_count, WaitFor::nothing, context.rank, 0, launch.num_tokens,
                            uint64_t(tokens), 0});
-  return {context.epoch, entry, aborted(context)};
+  return {context.epoch, entry, drains};
 }
 
 MEGAMOE_FN void init_barriers(Shared& shared) {
