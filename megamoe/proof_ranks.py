@@ -136,6 +136,7 @@ class ProofRanks:
                     continue
                 entry: Any = sm90.RANK_ARGUMENTS_STRUCT.ctype()
                 entry.bases = self.bases[device].data_ptr()
+                entry.own_base = self.memory[rank].data_ptr()
                 entry.host_status = self.status[rank].device_address
                 entry.rank = rank
                 entry.launch.y = y[rank].data_ptr()

@@ -35,7 +35,7 @@ MEGAMOE_FN Context make_context(const GroupArguments& group, const RankArguments
   context.problem = &group.problem;
   context.layout = &group.layout;
   context.bases = reinterpret_cast<uint8_t* const*>(mine.bases);
-  context.own_base = context.bases[mine.rank];
+  context.own_base = reinterpret_cast<uint8_t*>(mine.own_base);
   context.host_status = reinterpret_cast<HostStatus*>(mine.host_status);
   context.timeout_ns = mine.launch.timeout_ns;
   context.rank = mine.rank;

@@ -63,6 +63,7 @@ RANK_ARGUMENTS_STRUCT = abi.declare(
         abi.Field(
             "bases", "u64", comment="address of u64 [num_ranks]: where each rank's buffer starts, seen from here"
         ),
+        abi.Field("own_base", "u64", comment="bases[rank], without a load that everything at the start waits for"),
         abi.Field("host_status", "u64", comment="address of this rank's HostStatus, host-mapped"),
         abi.Field("launch", "LaunchArguments", comment="launch.launch 0: the grid's own number is the identity"),
         abi.Field("maps", "u64", comment="address of this rank's TensorMaps (csrc/sm90/roles/load.hpp), or 0"),

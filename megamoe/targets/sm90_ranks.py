@@ -388,7 +388,7 @@ class Sm90Rank:
         base = self.memory.data_ptr()
         self._maps = MapStore(grid.device, lambda l1, l2: tensor_maps(layout, base, l1, l2))
         self._entry: Any = sm90.RANK_ARGUMENTS_STRUCT.ctype(
-            bases=self._bases.data_ptr(), host_status=self._status.device_address, rank=rank
+            bases=self._bases.data_ptr(), own_base=base, host_status=self._status.device_address, rank=rank
         )
 
         self._fill_arguments = self._fill_struct()
