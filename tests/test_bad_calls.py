@@ -423,7 +423,7 @@ def test_creation_checks_the_schedule() -> None:
 
 def test_a_buffer_that_no_machine_has_room_for() -> None:
     with pytest.raises(OSError, match=r"no memory for a buffer of \d+ bytes: this machine has \d+ bytes"):
-        megamoe.get_symm_buffer_for_mega_moe(VirtualGroup(1), 10**12, 4, 2, 128, 128)
+        megamoe.get_symm_buffer_for_mega_moe(VirtualGroup(1), 4, 10**9, 2, 16384, 128)
 
 
 def test_a_target_that_does_not_exist() -> None:

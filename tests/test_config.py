@@ -43,6 +43,7 @@ def test_accumulate_is_one_of_two_words(value: Any) -> None:
 BROKEN: list[tuple[dict[str, int], tuple[str, ...]]] = [
     ({"num_ranks": 73, "num_experts": 146}, ("num_ranks", "at most 72", "73")),
     ({"num_ranks": 3, "num_experts": 8}, ("num_experts", "divisible by num_ranks", "8 experts over 3 ranks")),
+    ({"num_experts": 2**20 + 2}, ("num_experts", "at most 1048576", "1048578")),
     ({"num_topk": 33, "num_experts": 64}, ("num_topk", "at most 32", "33")),
     ({"num_topk": 5, "num_experts": 4}, ("num_topk", "top-5 of 4 experts")),
     ({"hidden": 192}, ("hidden", "multiple of 128", "192")),
@@ -75,6 +76,7 @@ def test_a_broken_rule_is_named(changes: dict[str, int], words: tuple[str, ...])
     "changes",
     [
         {"num_experts": 144},
+        {"num_experts": 2**20 // MAX_RANKS * MAX_RANKS},
         {"num_topk": 32, "num_experts": 144},
         {"hidden": 8192},
         {"hidden": 16384, "intermediate_hidden": 18432},
