@@ -23,20 +23,27 @@ MEGAMOE_FN bool wait_for_token(const Context& context, Team& team, uint32_t toke
   return team.all(reached);
 }
 
-// Take tokens, each in `parts_of(context)` claims (of columns), until none is left, and hand each to `reduce(token, part,
-// parts)` once it is complete. A launch ends only after this, so that afterwards the host may refill what other ranks have
-// read. False when the launch drains.
-template <class Team, class PartsOf, class Reduce>
-MEGAMOE_FN bool combine_tokens(const Context& context, Team& team, PartsOf parts_of, Reduce reduce) {
+// Take tokens, each in `parts_of(context)` claims (of columns), until none is left, and hand each to `reduce(begun, token,
+// part, parts)` once it is complete; `begun` is what `begin(token)` returned before that was awaited. A launch ends only after
+// this, so that afterwards the host may refill what other ranks have read. Where every one of the rank's `teams` comes here and
+// there is a claim for each at most, none asks twice. False when the launch drains.
+template <class Team, class PartsOf, class Begin, class Reduce>
+MEGAMOE_FN bool combine_tokens(const Context& context, Team& team, uint32_t teams, PartsOf parts_of, Begin begin,
+                               Reduce reduce) {
   if (mutated(Mutation::launch_ends_early) && context.stage < Stage::combine) return true;
   for (;;) {
     const uint32_t item = team.once([&] { return take(context, Claim::combine); });
     const uint32_t parts = parts_of(context);
-    if (item >= context.num_tokens * parts) return true;
+    const uint32_t items = context.num_tokens * parts;
+    if (item >= items) return true;
+    const auto begun = begin(item / parts);
     if (!wait_for_token(context, team, item / parts)) return false;
-    reduce(item / parts, item % parts, parts);
+    reduce(begun, item / parts, item % parts, parts);
+    if (items <= teams) return true;
   }
 }
 MEGAMOE_FN uint32_t whole_tokens(const Context&) { return 1; }
+struct NothingBegun {};
+MEGAMOE_FN NothingBegun begin_nothing(uint32_t) { return {}; }
 
 }  // namespace megamoe

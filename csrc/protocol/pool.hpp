@@ -51,7 +51,7 @@ MEGAMOE_FN bool wait_for_counts(const Context& context, Team& team, uint32_t fir
     const uint32_t source = rotated_source(context, item % ranks);
     const uint32_t expert = first + item / ranks;
     uint64_t* word = context.own<uint64_t>(layout.route_count) + source * layout.route_count.stride[0] + expert;
-    const auto waited = wait_until<Poll::acquiring>(
+    const auto waited = wait_until(
         context, SystemRef<uint64_t>(*word), [&](uint64_t seen) { return stamp_of(seen) >= wanted; },
         {FaultKind::timeout, WaitFor::routes, source, expert, context.epoch, 0, 0}, started);
     reached = waited.reached;
@@ -158,7 +158,7 @@ MEGAMOE_FN Table wait_for_table(const Context& context, Team& team) {
   return team.once([&] {
     DeviceRef<uint64_t> word(*context.own<uint64_t>(context.layout->table_ready));
     const auto waited =
-        wait_until<Poll::acquiring>(context, word, [&](uint64_t seen) { return stamp_of(seen) == context.epoch; },
+        wait_until(context, word, [&](uint64_t seen) { return stamp_of(seen) == context.epoch; },
                                     {FaultKind::timeout, WaitFor::table, context.rank, 0, context.epoch, 0, 0});
     return Table{waited.reached, value_of(waited.seen)};
   });

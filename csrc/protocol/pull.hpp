@@ -66,9 +66,10 @@ MEGAMOE_FN void store_row_metadata(const Context& context, const PulledRow& row,
 
 constexpr uint32_t kPullWindow = 32;  // blocks that are pulled side by side: short ones would make claims for nothing else
 constexpr uint32_t kPullDrains = ~0u;
+constexpr uint32_t kNoBlock = ~0u;
 
 struct PullRun {
-  uint32_t block;
+  uint32_t block;  // kNoBlock: there are not so many runs
   uint32_t first_row;
 };
 
@@ -76,8 +77,10 @@ struct PullRun {
 MEGAMOE_FN PullRun pull_run(const Context& context, uint32_t index, uint32_t num_blocks) {
   const uint32_t runs_per_block = ceil_div(context.problem->block_m, kRowsPerPull);
   const uint32_t window = index / (kPullWindow * runs_per_block);
+  if (window * kPullWindow >= num_blocks) return {kNoBlock, 0};
   const uint32_t blocks = smaller(kPullWindow, num_blocks - window * kPullWindow);
   const uint32_t rest = index - window * kPullWindow * runs_per_block;
+  if (rest >= blocks * runs_per_block) return {kNoBlock, 0};
   return {window * kPullWindow + rest % blocks, rest / blocks * kRowsPerPull};
 }
 
@@ -96,10 +99,9 @@ MEGAMOE_FN uint32_t claim_pull_run(const Context& context, Team& team) {
 // False when the launch drains.
 template <class Team, class CopyRows>
 MEGAMOE_FN bool pull_runs(const Context& context, Team& team, uint32_t num_blocks, uint32_t index, CopyRows copy_rows) {
-  const uint32_t runs = num_blocks * ceil_div(context.problem->block_m, kRowsPerPull);
   for (;; index = claim_pull_run(context, team)) {
-    if (index >= runs) return index != kPullDrains;
     const auto [block, first_row] = pull_run(context, index, num_blocks);
+    if (block == kNoBlock) return index != kPullDrains;
     const PoolBlock pool_block = pool_blocks(context)[block];
     if (first_row >= pool_block.rows) continue;
     const uint32_t rows = smaller(kRowsPerPull, pool_block.rows - first_row);

@@ -269,7 +269,7 @@ MEGAMOE_FN bool list_chunk(const Context& context, Team& team, uint32_t chunk, u
     if (chunk != held || experts > kExpertWindow) number_routes(team, range.last - range.first, window);
     const bool counted = first != 0 || team.once([&] {
       const uint32_t chunks = num_route_chunks(context);
-      return wait_until<Poll::acquiring>(context, DeviceRef<uint32_t>(*context.claim_word(Claim::counted_chunks)),
+      return wait_until(context, DeviceRef<uint32_t>(*context.claim_word(Claim::counted_chunks)),
                                          [&](uint32_t seen) { return seen == chunks; },
                                          {FaultKind::timeout, WaitFor::list_bases, context.rank, chunk, chunks, 0, 0})
           .reached;

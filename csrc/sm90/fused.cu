@@ -15,10 +15,6 @@ namespace {
 constexpr uint32_t kScaleGroups = MEGAMOE_SCALE_GROUPS;
 constexpr bool kFast = MEGAMOE_FAST;
 constexpr bool kBringUp = MEGAMOE_BRING_UP;
-// Pool blocks whose tiles are claimed together: with few blocks smaller groups, so that L2 tiles fill the last wave of L1.
-constexpr uint32_t kGroupBlocks = 16, kSmallGroupBlocks = 8;
-constexpr uint32_t kGroupLag = 1;
-
 // setmaxnreg: 128 * 56 + 256 * 224 = 64,512, what 384 threads of 168 start with.
 constexpr uint32_t kDispatchRegisters = 56;
 constexpr uint32_t kMathRegisters = 224;
@@ -27,16 +23,6 @@ using Shared = SharedStorage<kScaleGroups>;
 using OneWarp = WarpTeam<1>;
 
 static_assert(sizeof(Shared) <= kFusedSharedBytes);
-
-MEGAMOE_FN bool few_blocks(const Context& context, uint32_t num_blocks) {
-  return num_blocks <= 2 * context.problem->experts_per_rank;
-}
-
-MEGAMOE_FN TileOrder tile_order(const Context& context, uint32_t num_blocks) {
-  const uint32_t l1_tiles = context.stage >= Stage::l1_gemm ? context.problem->num_l1_tiles : 0;
-  const uint32_t l2_tiles = context.has_l2() ? context.problem->num_l2_tiles : 0;
-  return {num_blocks, l1_tiles, l2_tiles, few_blocks(context, num_blocks) ? kSmallGroupBlocks : kGroupBlocks, kGroupLag};
-}
 
 // By the math warpgroups.
 template <class T>
@@ -70,7 +56,6 @@ MEGAMOE_FN void init_barriers(Shared& shared) {
   }
   for (uint64_t& stored : shared.stored) init_barrier(&stored, kMathWarps);
   init_barrier(&shared.claim_next, 1);
-  init_barrier(&shared.order_known, 1);
   publish_barrier_init();
 }
 
@@ -124,23 +109,21 @@ MEGAMOE_FN void run_schedule(Shared& shared, bool drains) {
   if (!drains && few_rows(shared.context)) scheduler.rehearse();
   const uint32_t first = team.once([&] { return take(shared.context, Claim::tile); });
   const Table table = drains ? Table{false, 0} : wait_for_table(shared.context, team);
-  if (team.rank() == 0) {
-    shared.order = tile_order(shared.context, table.ready ? table.num_blocks : 0);
-    arrive(&shared.order_known);
-  }
+  if (team.rank() == 0) shared.order = tile_order(shared.context, table.ready ? table.num_blocks : 0);
   team.sync();
   scheduler.run(shared.context, shared.order, first);
 }
 
-// One warp. The dispatch warps come here after the last row is pulled, the math warps after the last tile: most tokens are
-// complete only when nearly all experts are.
-template <uint32_t kColumns>
+// One warp of the math role, after the last tile: most tokens are complete only when nearly all experts are. The dispatch warps,
+// idle by then, would be the last to end what they begin: they have few registers for loads in flight.
 MEGAMOE_FN void run_combine(Shared& shared) {
   const Context& context = shared.context;
   OneWarp alone(threadIdx.x / kWarpThreads, 0, nullptr);
-  combine_tokens(context, alone, combine_parts, [&](uint32_t token, uint32_t part, uint32_t parts) {
-    if (context.stage == Stage::combine) reduce_token<kColumns>(context, shared.launch, token, part, parts);
-  });
+  combine_tokens(
+      context, alone, this_worker(MEGAMOE_RANKS_HERE).count * kMathWarps, combine_parts, [&](uint32_t token) { return routes_of_token(context, token); },
+      [&](const TokenRoutes& routes, uint32_t token, uint32_t part, uint32_t parts) {
+        if (context.stage == Stage::combine) reduce_token(context, shared.launch, routes, token, part, parts);
+      });
 }
 
 // Warps 2 and 3.
@@ -152,19 +135,6 @@ MEGAMOE_FN void run_pull(Shared& shared) {
   pull_rows(context, alone, [&](uint32_t block, uint32_t first_row, uint32_t rows) {
     puller.copy_rows(context, block, first_row, rows);
   });
-}
-
-// With few rows the start of a launch waits for them, and the math warps would too. A rank of few tokens may still get many.
-MEGAMOE_FN void pull_by_math_warps(Shared& shared) {
-  const Context& context = shared.context;
-  if (!few_rows(context)) return;
-  wait_barrier(&shared.order_known, 0);
-  if (!few_blocks(context, shared.order.num_blocks)) return;
-  OneWarp alone(threadIdx.x / kWarpThreads, 0, nullptr);
-  pull_runs(context, alone, shared.order.num_blocks, claim_pull_run(context, alone),
-            [&](uint32_t block, uint32_t first_row, uint32_t rows) {
-              copy_rows_by_registers(context, block, first_row, rows);
-            });
 }
 
 // The first warpgroup: routes and table together, then each warp its role, then the other bank.
@@ -179,10 +149,7 @@ MEGAMOE_FN void run_first_warpgroup(Shared& shared) {
   } else if (warp == 1) {
     run_schedule(shared, drains);
   } else {
-    if (!drains) {
-      run_pull(shared_again(shared));
-      run_combine<kFewColumns>(shared);
-    }
+    if (!drains) run_pull(shared_again(shared));
     OneWarp alone(warp, 0, nullptr);
     clear_other_bank(context, alone);
   }
@@ -222,9 +189,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x >= kFirstMathThread) {
     take_registers<kMathRegisters>();
     if (runs) {
-      pull_by_math_warps(shared_again(shared));
       MathRole<kScaleGroups, kFast, kBringUp>(context, shared).run();
-      if (!aborted(context)) run_combine<kManyColumns>(shared_again(shared));
+      if (!aborted(context)) run_combine(shared_again(shared));
     }
     barrier_sync(kCtaBarrier, kThreads);
   } else {

@@ -14,6 +14,7 @@ constexpr uint32_t kBlockN = 256;
 constexpr uint32_t kBlockK = 128;
 constexpr uint32_t kPieceN = 128;  // columns of one product; two make a tall tile
 constexpr uint32_t kStages = 4;
+constexpr uint32_t kLeanStages = 2;  // under way for a tile that others should overtake
 constexpr uint32_t kTileSlots = 2;
 constexpr uint32_t kUntoldTiles = 4;  // one in each slot, one in its epilogue, one whose results are being told of
 constexpr uint32_t kSharedBases = 8;  // ranks whose buffers' addresses are at hand; of more they are read from memory
@@ -45,6 +46,7 @@ struct TileSlot {
   uint32_t pieces;   // of 128 columns; the last L2 tile of a row may have only one
   uint32_t turn;     // which tile of this CTA it is
   uint32_t failed;   // the rows never came: compute on, store nothing
+  uint32_t stages;   // that may be under way at a time
   // Weight scales along K: gate and up of an L1 tile, whose 8-column groups alternate; the two pieces of an L2 tile.
   float scales[2][kMaxDepth];
 };
@@ -76,14 +78,13 @@ struct SharedStorage {
   uint64_t tile_empty[kTileSlots];
   uint64_t rows_ready[kTileSlots];
   uint64_t claim_next;
-  uint64_t order_known;  // by the schedule role: `order`, of no blocks when the launch drains
   uint64_t stored[kUntoldTiles];  // by the tile's turn: its results are on their way
   TileSlot tiles[kTileSlots];
   UntoldTile untold[kUntoldTiles];
   Patience patience;  // of the schedule role with the inputs of the last tile
   typename DispatchTeam::Shared dispatch_team;
   Entered entered;
-  TileOrder order;
+  TileOrder order;  // of the schedule role
   uint64_t maps;  // address of this rank's TensorMaps
   uint64_t bases[kSharedBases];  // of the context
   Problem problem;

@@ -13,6 +13,16 @@ MEGAMOE_FN void publish_barrier_init() {
 MEGAMOE_FN void arrive(uint64_t* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
+// By one lane of a whole warp, whichever; what the others did before must have been ordered by __syncwarp().
+MEGAMOE_FN void arrive_once(uint64_t* barrier) {
+  asm volatile(
+      "{\n\t"
+      ".reg .pred chosen;\n\t"
+      "elect.sync _|chosen, 0xffffffff;\n\t"
+      "@chosen mbarrier.arrive.shared::cta.b64 _, [%0];\n\t"
+      "}" ::"r"(shared_address(barrier))
+      : "memory");
+}
 MEGAMOE_FN void arrive_expect(uint64_t* barrier, uint32_t num_bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(num_bytes)
                : "memory");
@@ -30,6 +40,23 @@ MEGAMOE_FN void wait_barrier(uint64_t* barrier, uint32_t parity) {
       "done:\n\t"
       "}" ::"r"(shared_address(barrier)),
       "r"(parity)
+      : "memory");
+}
+
+// Waits only where `needed`: to the compiler no branch, which between products and their registers would serialise them.
+MEGAMOE_FN void wait_barrier_if(bool needed, uint64_t* barrier, uint32_t parity) {
+  asm volatile(
+      "{\n\t"
+      ".reg .pred reached, skipped;\n\t"
+      "setp.eq.u32 skipped, %2, 0;\n\t"
+      "@skipped bra done;\n\t"
+      "again:\n\t"
+      "mbarrier.try_wait.parity.shared::cta.b64 reached, [%0], %1;\n\t"
+      "@reached bra done;\n\t"
+      "bra again;\n\t"
+      "done:\n\t"
+      "}" ::"r"(shared_address(barrier)),
+      "r"(parity), "r"(uint32_t(needed))
       : "memory");
 }
 
@@ -57,6 +84,15 @@ MEGAMOE_FN void load_tensor(void* shared, const TensorMap* map, uint64_t* barrie
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::
           "r"(shared_address(shared)),
       "l"(map), "r"(shared_address(barrier)), "r"(inner), "r"(outer)
+      : "memory");
+}
+// The same of a map whose rows are cut into four dimensions: `block` is of the outermost, the others are taken whole.
+MEGAMOE_FN void load_tensor_blocks(void* shared, const TensorMap* map, uint64_t* barrier, uint32_t inner,
+                                   uint32_t block) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %5, %5, %5, %4}], "
+      "[%2];" ::"r"(shared_address(shared)),
+      "l"(map), "r"(shared_address(barrier)), "r"(inner), "r"(block), "r"(0)
       : "memory");
 }
 // Four bytes of global memory into shared memory, without waiting.

@@ -5,10 +5,12 @@
 
 namespace megamoe::sm90 {
 
+constexpr uint32_t kLaneRows = 32;  // rows of an L2 weight that are loaded in the order of lanes, see scatter_results()
+
 struct OperandMaps {
   TensorMap rows;        // activations, boxes of 64 rows x 128
   TensorMap row_scales;  // boxes of 1 group x 128 rows
-  TensorMap columns;     // weights, boxes of 128 rows x 128
+  TensorMap columns;     // weights, boxes of 128 rows x 128; those of L2 as blocks of 32 rows, each in the order of lanes
 };
 struct TensorMaps {
   OperandMaps l1, l2;
@@ -54,29 +56,36 @@ class Loader {
     uint64_t* rows_ready = &shared_.rows_ready[position.slot()];
     // Rows that are there go with their weights, stage by stage: a stage is then complete a whole ring earlier.
     const bool early = test_barrier(rows_ready, position.parity());
-    const uint32_t lead = early ? 0 : smaller(kStages, operands.depth);
+    const uint32_t lead = early ? 0 : smaller(tile.stages, operands.depth);
     // The next tile is claimed late, so that the last tiles go to whoever is free, and early enough to be ready in time.
     const uint32_t claim_next = operands.depth > kClaimLead ? operands.depth - kClaimLead : 0;
     RingPosition<kStages> rows_stage = stage_;
-    for (uint32_t k = 0; k < lead; ++k) load_columns(operands, k);
+    for (uint32_t k = 0; k < lead; ++k) load_columns(tile, operands, k);
     wait_barrier(rows_ready, position.parity());
     const bool ready = tile.failed == 0;
     arrive(&shared_.tile_empty[position.slot()]);  // a rehearsed tile has no stages for which the math role would wait
     fence_generic_to_async_proxy();
     for (uint32_t k = 0; k < operands.depth; ++k) {
-      if (k >= lead) load_columns(operands, k);
+      if (k >= lead) load_columns(tile, operands, k);
       load_rows(operands, k, ready, rows_stage);
       if (k == claim_next) arrive(&shared_.claim_next);
     }
   }
 
-  MEGAMOE_FN void load_columns(const Operands& operands, uint32_t k) {
+  MEGAMOE_FN void load_columns(const TileSlot& tile, const Operands& operands, uint32_t k) {
     uint64_t* full = &shared_.full[stage_.slot()];
-    wait_barrier(&shared_.empty[stage_.slot()], stage_.parity() ^ 1);
+    const RingPosition<kStages> before{stage_.turn - tile.stages};  // must be free again
+    if (stage_.turn >= tile.stages) wait_barrier(&shared_.empty[before.slot()], before.parity());
     arrive_expect(full, operands.column_boxes * kPieceN * kBlockK);
-    for (uint32_t box = 0; box < operands.column_boxes; ++box)
-      load_tensor(&shared_.columns[stage_.slot()][box * kPieceN * kBlockK], &operands.maps->columns, full, k * kBlockK,
-                  operands.first_column + box * kPieceN);
+    for (uint32_t box = 0; box < operands.column_boxes; ++box) {
+      uint8_t* to = &shared_.columns[stage_.slot()][box * kPieceN * kBlockK];
+      const uint32_t row = operands.first_column + box * kPieceN;
+      if (tile.work == TileWork::l1) {
+        load_tensor(to, &operands.maps->columns, full, k * kBlockK, row);
+      } else {
+        load_tensor_blocks(to, &operands.maps->columns, full, k * kBlockK, row / kLaneRows);
+      }
+    }
     stage_.advance();
   }
 

@@ -29,56 +29,75 @@ struct TileResult {
   bool failed;
 };
 
-// One tile's products into `sums`. `kPieces` pieces of 128 columns a warpgroup: 2 for a tall tile, 1 for a short one, of
-// which those before `tile.pieces` exist. `kGroups` scale groups of K a stage. `on_first_stage()` runs once the tile's rows
-// are there.
+// One tile's products into `sums`. `kPieces` pieces of 128 columns a warpgroup: 2 for a tall tile, 1 for a short one; those
+// from `tile.pieces` on are multiplied from what lies there and stored by nobody. `kGroups` scale groups of K a stage.
+// `on_first_stage()` runs once the tile's rows are there.
+//
+// While one warpgroup promotes, the other has the tensor cores: what keeps a warpgroup from its next product is what costs.
+// So the rows of the next group are on their way into registers before the promotion of this one's last piece.
 template <TileWork kWork, uint32_t kPieces, uint32_t kGroups, class Shared, class OnFirstStage>
 MEGAMOE_FN void multiply_tile(Shared& shared, RingPosition<kStages>& stage, const TileSlot& tile,
                               OnFirstStage on_first_stage, float (&sums)[kPieces * kSumsPerPiece]) {
   constexpr bool tall = kPieces == 2;
+  constexpr uint32_t steps = kStepsPerStage / kGroups;
   const ThreadPlace place = ThreadPlace::here();
-  const uint32_t fragment = fragment_offset(place.warp_row(tall), place.lane);
-  const uint32_t first_row = place.first_row(tall);
   const uint32_t first_piece = tall ? 0 : place.warpgroup;
-  const bool first_lane = place.lane == 0;
 #pragma unroll
   for (uint32_t i = 0; i < kPieces * kSumsPerPiece; ++i) sums[i] = 0.0f;
+  if (tile.depth == 0) return;
+  uint32_t fragments[steps][4];  // read once for all pieces
+  const auto fragment_here = [] {
+    const ThreadPlace place = ThreadPlace::here();
+    return fragment_offset(place.warp_row(tall), place.lane);
+  };
+  const auto load_fragments = [&](bool needed, uint32_t slot, uint32_t group, uint32_t fragment) {
+#pragma unroll
+    for (uint32_t step = 0; step < steps; ++step)
+      load_row_fragment_if(needed, fragments[step], shared_address(shared.rows[slot]) + fragment,
+                           group * steps + step);
+  };
+  wait_barrier(&shared.full[stage.slot()], stage.parity());
+  on_first_stage();
+#pragma unroll
+  for (uint32_t i = 0; i < 4 * steps; ++i) fragments[i / 4][i % 4] = 0;
+  load_fragments(true, stage.slot(), 0, fragment_here());
   for (uint32_t k = 0; k < tile.depth; ++k) {
     const uint32_t slot = stage.slot();
-    wait_barrier(&shared.full[slot], stage.parity());
-    if (k == 0) on_first_stage();
-    const uint32_t rows = shared_address(shared.rows[slot]) + fragment;
-    const uint32_t columns = shared_address(shared.columns[slot]) + first_piece * kPieceN * kBlockK;
+    const uint32_t columns = matrix_start(shared.columns[slot]) + first_piece * kPieceN * kBlockK / kDescriptorBytes;
 #pragma unroll
     for (uint32_t group = 0; group < kGroups; ++group) {
-      constexpr uint32_t steps = kStepsPerStage / kGroups;
-      uint32_t fragments[steps][4];  // read once for all pieces
-#pragma unroll
-      for (uint32_t step = 0; step < steps; ++step) load_row_fragment(fragments[step], rows, group * steps + step);
 #pragma unroll
       for (uint32_t piece = 0; piece < kPieces; ++piece) {
-        const bool last_piece =
-            piece + 1 == kPieces || (kWork == TileWork::l2 && first_piece + piece + 1 >= tile.pieces);
-        if (kWork == TileWork::l2 && first_piece + piece >= tile.pieces) break;
         float part[kSumsPerPiece];
         wgmma_fence();
 #pragma unroll
         for (uint32_t step = 0; step < steps; ++step)
           Wgmma<kPieceN>::run(part, fragments[step],
-                              matrix_descriptor(columns + piece * kPieceN * kBlockK +
-                                                (group * steps + step) * kProductDepth),
+                              matrix_descriptor(columns + (piece * kPieceN * kBlockK +
+                                                           (group * steps + step) * kProductDepth) / kDescriptorBytes),
                               step > 0);
         wgmma_commit();
-        wgmma_wait();
-        // Only now: beside the accumulators and fragments there is no register to hold these meanwhile.
-        const float* row_scales = &shared.row_scales[slot][group][first_row];
+        // While the products run; where they lie is found anew, there is no register to keep it in.
+        const float* row_scales = &shared.row_scales[slot][group][ThreadPlace::here().first_row(tall)];
         const float upper = row_scales[0], lower = row_scales[8];
         const float even = tile.scales[kWork == TileWork::l1 ? 0 : first_piece + piece][k];
         const float odd = kWork == TileWork::l1 ? tile.scales[1][k] : even;
-        __syncwarp();
-        if (last_piece && group + 1 == kGroups && first_lane) arrive(&shared.empty[slot]);
         const float scale[2][2] = {{__fmul_rn(upper, even), __fmul_rn(upper, odd)},
                                    {__fmul_rn(lower, even), __fmul_rn(lower, odd)}};
+        const uint32_t fragment = fragment_here();
+        wgmma_wait(part);
+        if (piece + 1 == kPieces) {
+          if (group + 1 < kGroups) {
+            load_fragments(true, slot, group + 1, fragment);
+          } else {
+            __syncwarp();
+            arrive_once(&shared.empty[slot]);
+            stage.advance();
+            const bool more = k + 1 < tile.depth;
+            wait_barrier_if(more, &shared.full[stage.slot()], stage.parity());
+            load_fragments(more, stage.slot(), 0, fragment);
+          }
+        }
 #pragma unroll
         for (uint32_t i = 0; i < kSumsPerPiece; ++i) {
           float& sum = sums[piece * kSumsPerPiece + i];
@@ -86,8 +105,6 @@ MEGAMOE_FN void multiply_tile(Shared& shared, RingPosition<kStages>& stage, cons
         }
       }
     }
-    if (kWork == TileWork::l2 && first_piece >= tile.pieces && first_lane) arrive(&shared.empty[slot]);
-    stage.advance();
   }
 }
 

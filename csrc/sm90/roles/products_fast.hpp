@@ -58,7 +58,6 @@ MEGAMOE_FN void multiply_tile_fast(Shared& shared, RingPosition<kStages>& stage,
   const ThreadPlace place = ThreadPlace::here();
   const uint32_t first_row = place.first_row(tall);
   const uint32_t first_piece = tall ? 0 : place.warpgroup;
-  const bool idle = kWork == TileWork::l2 && first_piece >= tile.pieces;
   SumUnit units[2][kinds];
 #pragma unroll
   for (uint32_t i = 0; i < 2 * kinds; ++i) units[i / kinds][i % kinds] = SumUnit::none();
@@ -68,21 +67,21 @@ MEGAMOE_FN void multiply_tile_fast(Shared& shared, RingPosition<kStages>& stage,
     const uint32_t slot = stage.slot();
     wait_barrier(&shared.full[slot], stage.parity());
     if (k == 0) on_first_stage();
-    const uint32_t rows = shared_address(shared.rows[slot]) + (tall ? place.warpgroup * kShortM * kBlockK : 0);
-    const uint32_t columns = shared_address(shared.columns[slot]) + first_piece * kPieceN * kBlockK;
+    const uint32_t rows =
+        matrix_start(shared.rows[slot]) + (tall ? place.warpgroup * kShortM * kBlockK / kDescriptorBytes : 0);
+    const uint32_t columns = matrix_start(shared.columns[slot]) + first_piece * kPieceN * kBlockK / kDescriptorBytes;
 #pragma unroll
     for (uint32_t group = 0; group < kGroups; ++group) {
-      if (idle) break;
       change_units<kWork>(units, &shared.row_scales[slot][group][first_row],
                           [&](uint32_t kind) { return tile.scales[kinds == 2 ? kind : first_piece][k]; }, sums);
       wgmma_fence();
 #pragma unroll
       for (uint32_t step = 0; step < steps; ++step) {
-        const uint32_t depth = (group * steps + step) * kProductDepth;
+        const uint32_t depth = (group * steps + step) * kProductDepth / kDescriptorBytes;
         WgmmaShared<kPieces * kPieceN>::run(sums, matrix_descriptor(rows + depth), matrix_descriptor(columns + depth));
       }
       wgmma_commit();
-      wgmma_wait();
+      wgmma_wait(sums);
     }
     __syncwarp();
     if (place.lane == 0) arrive(&shared.empty[slot]);

@@ -140,35 +140,4 @@ class RowPuller {
   uint32_t parities_;  // of the phase that each slot waits for next
 };
 
-// The same through registers, for warps that have many and at first nothing else to do. Called by one whole warp.
-MEGAMOE_FN void copy_rows_by_registers(const Context& context, uint32_t block, uint32_t first_row, uint32_t rows) {
-  constexpr uint32_t kVectors = 7;  // in flight in each lane: half a row of 7168 bytes
-  const Region &from_region = context.layout->x, &to_region = context.layout->l1_acts;
-  const uint32_t lane = threadIdx.x % kWarpThreads;
-  const uint32_t vectors = context.problem->hidden / sizeof(uint4);
-  const uint32_t first_pool_row = block * context.problem->block_m + first_row;
-  const PulledRow mine = locate_run(context, block, first_row, rows);
-  const float weight = lane < rows ? load_row_weight(context, mine) : 0.0f;
-#pragma unroll 1
-  for (uint32_t row = 0; row < rows; ++row) {
-    const uint32_t source = __shfl_sync(kFullWarp, mine.source, row), token = __shfl_sync(kFullWarp, mine.token, row);
-    const auto* from = reinterpret_cast<const uint4*>(context.peer<uint8_t>(source, from_region) +
-                                                      token * from_region.stride[0]);
-    auto* to = reinterpret_cast<uint4*>(context.own<uint8_t>(to_region) +
-                                        uint64_t(first_pool_row + row) * to_region.stride[0]);
-#pragma unroll 1
-    for (uint32_t first = lane; first < vectors; first += kVectors * kWarpThreads) {
-      uint4 words[kVectors];
-#pragma unroll
-      for (uint32_t i = 0; i < kVectors; ++i)
-        if (first + i * kWarpThreads < vectors) words[i] = __ldcg(from + first + i * kWarpThreads);
-#pragma unroll
-      for (uint32_t i = 0; i < kVectors; ++i)
-        if (first + i * kWarpThreads < vectors) to[first + i * kWarpThreads] = words[i];
-    }
-  }
-  copy_scales(context, mine, first_pool_row, rows);
-  if (lane < rows) store_row_metadata(context, mine, weight);
-}
-
 }  // namespace megamoe::sm90

@@ -7,6 +7,20 @@
 
 namespace megamoe::sm90 {
 
+// Pool blocks whose tiles are claimed together: with few blocks smaller groups, so that L2 tiles fill the last wave of L1.
+constexpr uint32_t kGroupBlocks = 16, kSmallGroupBlocks = 8;
+constexpr uint32_t kGroupLag = 1;
+
+MEGAMOE_FN bool few_blocks(const Context& context, uint32_t num_blocks) {
+  return num_blocks <= 2 * context.problem->experts_per_rank;
+}
+
+MEGAMOE_FN TileOrder tile_order(const Context& context, uint32_t num_blocks) {
+  const uint32_t l1_tiles = context.stage >= Stage::l1_gemm ? context.problem->num_l1_tiles : 0;
+  const uint32_t l2_tiles = context.has_l2() ? context.problem->num_l2_tiles : 0;
+  return {num_blocks, l1_tiles, l2_tiles, few_blocks(context, num_blocks) ? kSmallGroupBlocks : kGroupBlocks, kGroupLag};
+}
+
 template <uint32_t kScaleGroups>
 class Scheduler {
  public:
@@ -22,6 +36,7 @@ class Scheduler {
         TileSlot& slot = shared_.tiles[next_.slot()];
         slot.work = work;
         slot.block = slot.column = slot.expert = slot.rows = slot.depth = slot.failed = 0;
+        slot.stages = kStages;
         slot.pieces = 2;
         slot.turn = next_.turn;
         shared_.untold[next_.turn % kUntoldTiles].failed = 1;
@@ -39,7 +54,7 @@ class Scheduler {
     for (;; next_.advance()) {
       const uint32_t index = warp_.once([&] { return claim_next(context, first); });
       if (index >= order.count()) break;
-      push(context, order.at(index));
+      push(context, order.at(index), order);
     }
     warp_.once([&] { return stop(context); });
   }
@@ -93,9 +108,17 @@ class Scheduler {
     }
   }
 
+  // With few blocks the memory is what all wait for, and it serves by requests under way. If the L1 tiles are a few more than
+  // there are CTAs, the last ones run beside L2 tiles of the first group and have L2 tiles behind them: those before them then
+  // ask for less.
+  MEGAMOE_FN static bool yields(const Context& context, const Tile& tile, const TileOrder& order) {
+    return tile.kind == TileKind::l2 && few_blocks(context, order.num_blocks) && order.groups() == 2 &&
+           tile.block < order.group_blocks;
+  }
+
   // Tell the others what comes, so that weights are loaded at once. The weight scales, which every thread of the math role
   // needs for every stage, are there before a stage is full: its rows are loaded after wait_for_inputs() said so.
-  MEGAMOE_FN void push(const Context& context, const Tile& tile) {
+  MEGAMOE_FN void push(const Context& context, const Tile& tile, const TileOrder& order) {
     TileSlot& slot = shared_.tiles[next_.slot()];
     const Problem& problem = shared_.problem;
     const PoolBlock block = pool_blocks(context)[tile.block];
@@ -113,6 +136,7 @@ class Scheduler {
       slot.depth = depth;
       slot.pieces = pieces;
       slot.failed = 0;
+      slot.stages = yields(context, tile, order) ? kLeanStages : kStages;
       slot.turn = next_.turn;
       shared_.patience = {};
       arrive(&shared_.tile_full[next_.slot()]);
