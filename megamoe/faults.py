@@ -89,7 +89,9 @@ class Fault:
                 f"{stamp}): rank {self.peer} launched late, stopped on the way, or waits for somebody itself"
             )
         what = {
-            WaitFor.LIST_BASES: f"its own route counts before chunk {self.index}",
+            WaitFor.LIST_BASES: (
+                f"all its route chunks to be counted ({self.seen} of {self.expected}), to list chunk {self.index}"
+            ),
             WaitFor.TABLE: "its own block table",
             WaitFor.ROWS: f"pool block {self.index}: {self.seen} of {self.expected} rows arrived",
             WaitFor.L1_TILES: f"the L1 tiles of pool block {self.index}: mask {self.seen:#x} of {self.expected:#x}",

@@ -145,7 +145,7 @@ def _regions(config: MegaMoEConfig) -> list[Region]:
     ]
     between_ranks = [
         _region("route_count", "u64", (ranks, local), "dispatch of every source", "table"),
-        _region("route_base", "u32", (ranks, local), "dispatch of every source", "table, pull"),
+        _region("route_base", "u32", (ranks, local), "dispatch of every source", "pull"),
         _region("route_list", "u32", (tokens * topk, 2), "dispatch", "pull of every owner"),
         _region("expert_done", "u64", (experts,), "L2 epilogue of every owner", "combine"),
         _region("combine", "bf16", (topk, tokens, hidden), "L2 epilogue of every owner", "combine"),
@@ -161,10 +161,10 @@ def _regions(config: MegaMoEConfig) -> list[Region]:
         _region("list_bases", "u32", (experts + 1,), "dispatch", "dispatch"),
     ]
     pool = [
-        _region("table_ready", "u64", (1,), "table", "pull, load"),
+        _region("table_ready", "u64", (1,), "table", "pull, schedule"),
         _region("expert_recv_count_sum", "u64", (local,), "table", "host"),
-        _region("source_rows", "u32", (local, ranks + 1), "table", "pull"),
-        _region("expert_blocks", "u32", (local + 1,), "table", "table, L2 epilogue"),
+        _region("source_rows", "u32", (local, ranks + 1), "table", "pull, schedule"),
+        _region("expert_blocks", "u32", (local + 1,), "table", "pull, schedule"),
         _region("pool_blocks", "u32", (blocks, 2), "table", "every role"),
         _region("l1_acts", "e4m3", (rows, hidden), "pull", "load"),
         _rows_fastest("l1_acts_sf", "f32", rows, config.hidden_scales, "pull", "load"),

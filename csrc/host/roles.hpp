@@ -267,9 +267,10 @@ inline void run_roles(const Context& context, const LaunchArguments& launch, Scr
       }) &&
       (context.stage < Stage::l1_gemm || timed(Role::tiles, [&] { return run_tiles(context, launch, scratch); })) &&
       timed(Role::combine, [&] {
-        return combine_tokens(context, team, 0, whole_tokens, begin_nothing, [&](NothingBegun, uint32_t token, uint32_t, uint32_t) {
-          if (context.stage == Stage::combine) reduce_token(context, launch, token, scratch);
-        });
+        return combine_tokens(context, team, 0, whole_tokens, begin_nothing,
+                              [&](NothingBegun, uint32_t token, uint32_t, uint32_t) {
+                                if (context.stage == Stage::combine) reduce_token(context, launch, token, scratch);
+                              });
       });
   (void)finished;  // a launch that drains has said why in a record or an abort flag
 }

@@ -25,8 +25,8 @@ MEGAMOE_FN bool wait_for_token(const Context& context, Team& team, uint32_t toke
 
 // Take tokens, each in `parts_of(context)` claims (of columns), until none is left, and hand each to `reduce(begun, token,
 // part, parts)` once it is complete; `begun` is what `begin(token)` returned before that was awaited. A launch ends only after
-// this, so that afterwards the host may refill what other ranks have read. Where every one of the rank's `teams` comes here and
-// there is a claim for each at most, none asks twice. False when the launch drains.
+// this, so that afterwards the host may refill what other ranks have read. Where every one of the rank's `teams` comes here (0:
+// not each of them, or more than once) and there is a claim for each at most, none asks twice. False when the launch drains.
 template <class Team, class PartsOf, class Begin, class Reduce>
 MEGAMOE_FN bool combine_tokens(const Context& context, Team& team, uint32_t teams, PartsOf parts_of, Begin begin,
                                Reduce reduce) {

@@ -10,7 +10,7 @@ struct Context {
   const Problem* problem;
   const BufferLayout* layout;
   uint8_t* const* bases;  // start of each rank's buffer, as this rank addresses it
-  uint8_t* own_base;      // its own: on the GPU `bases` is another load from memory, and again after every acquire
+  uint8_t* own_base;      // its own, so that no access to its own buffer waits for a load of `bases`
   HostStatus* host_status;
   uint64_t timeout_ns;
   uint64_t epoch;

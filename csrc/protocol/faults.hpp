@@ -102,8 +102,8 @@ struct Waited {
 
 // Wait until `reached(word)`. Called by one thread. Not reached means that the launch drains, because the deadline
 // passed (a record was written, every rank told) or because another wait already aborted it.
-// Acquires at every poll: the other form, relaxed polls and one acquire at the end, costs a second load, 0.7 us on the GPU, at
-// every step of a launch; what a poll flushes is the L1 cache, which holds little here.
+// Acquires at every poll: the other form, relaxed polls and one acquire at the end, costs a second load at every
+// step of a launch; what a poll flushes on the GPU is the L1 cache, which holds little here.
 // `started` is the time from which the deadline counts, for waits that share one; 0: from now.
 template <class Ref, class Reached>
 MEGAMOE_FN auto wait_until(const Context& context, Ref word, Reached reached, Fault fault, uint64_t started = 0)

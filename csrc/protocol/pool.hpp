@@ -157,9 +157,8 @@ template <class Team>
 MEGAMOE_FN Table wait_for_table(const Context& context, Team& team) {
   return team.once([&] {
     DeviceRef<uint64_t> word(*context.own<uint64_t>(context.layout->table_ready));
-    const auto waited =
-        wait_until(context, word, [&](uint64_t seen) { return stamp_of(seen) == context.epoch; },
-                                    {FaultKind::timeout, WaitFor::table, context.rank, 0, context.epoch, 0, 0});
+    const auto waited = wait_until(context, word, [&](uint64_t seen) { return stamp_of(seen) == context.epoch; },
+                                   {FaultKind::timeout, WaitFor::table, context.rank, 0, context.epoch, 0, 0});
     return Table{waited.reached, value_of(waited.seen)};
   });
 }

@@ -1,6 +1,5 @@
-// Everything that differs between the targets, and nothing else: qualifiers (MEGAMOE_ROLLED: a loop that runs once or twice
-// while its code is in no cache), clock, pause, memory scopes, proxy fence,
-// and the switches of the test builds. No other file of the protocol asks what it is compiled for.
+// Everything that differs between the targets, and nothing else: qualifiers, clock, pause, memory scopes, fences, and the
+// switches of the test builds. No other file of the protocol asks what it is compiled for.
 #pragma once
 #include <cuda/atomic>
 #include <cuda/std/cstdint>
@@ -9,6 +8,7 @@
 
 #if defined(__CUDACC__)
 #define MEGAMOE_FN __device__ __forceinline__
+// A loop that runs once or twice, while its code is in no cache.
 #define MEGAMOE_ROLLED _Pragma("unroll 1")
 #else
 #include <sched.h>

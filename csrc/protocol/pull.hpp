@@ -69,7 +69,7 @@ constexpr uint32_t kPullDrains = ~0u;
 constexpr uint32_t kNoBlock = ~0u;
 
 struct PullRun {
-  uint32_t block;  // kNoBlock: there are not so many runs
+  uint32_t block;  // kNoBlock: past the last run
   uint32_t first_row;
 };
 
@@ -94,13 +94,17 @@ MEGAMOE_FN uint32_t claim_pull_run(const Context& context, Team& team) {
   });
 }
 
-// Pull run number `index` and whatever comes after it, once the table is there. `copy_rows(block, first_row, rows)` copies the
-// activations, scales, weights and metadata of a run and returns when the stores of every thread of the team are complete.
-// False when the launch drains.
+// Pull until no run is left. `copy_rows(block, first_row, rows)` copies the activations, scales, weights and metadata of a run
+// and returns when the stores of every thread of the team are complete. False when the launch drains.
 template <class Team, class CopyRows>
-MEGAMOE_FN bool pull_runs(const Context& context, Team& team, uint32_t num_blocks, uint32_t index, CopyRows copy_rows) {
+MEGAMOE_FN bool pull_rows(const Context& context, Team& team, CopyRows copy_rows) {
+  uint32_t index = claim_pull_run(context, team);  // before the table is there: a claim needs nothing of it
+  const Table table = wait_for_table(context, team);
+  if (!table.ready) return false;
+  // The sources' activations were written by generic stores and acquired with the table.
+  if (team.rank() == 0) fence_generic_to_async_proxy();
   for (;; index = claim_pull_run(context, team)) {
-    const auto [block, first_row] = pull_run(context, index, num_blocks);
+    const auto [block, first_row] = pull_run(context, index, table.num_blocks);
     if (block == kNoBlock) return index != kPullDrains;
     const PoolBlock pool_block = pool_blocks(context)[block];
     if (first_row >= pool_block.rows) continue;
@@ -119,17 +123,6 @@ MEGAMOE_FN bool pull_runs(const Context& context, Team& team, uint32_t num_block
       return true;
     });
   }
-}
-
-// Pull until no run is left. False when the launch drains.
-template <class Team, class CopyRows>
-MEGAMOE_FN bool pull_rows(const Context& context, Team& team, CopyRows copy_rows) {
-  const uint32_t first = claim_pull_run(context, team);  // before the table is there: a claim needs nothing of it
-  const Table table = wait_for_table(context, team);
-  if (!table.ready) return false;
-  // The sources' activations were written by generic stores and acquired with the table.
-  if (team.rank() == 0) fence_generic_to_async_proxy();
-  return pull_runs(context, team, table.num_blocks, first, copy_rows);
 }
 
 }  // namespace megamoe

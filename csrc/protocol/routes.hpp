@@ -43,9 +43,9 @@ constexpr uint32_t kIdsAtOnce = 8;        // where one team sorts all routes
 constexpr uint32_t kIdsOfChunkAtOnce = 4;  // where it does so chunk by chunk
 constexpr uint32_t kChunksAtOnce = 8;     // counts
 
-// The experts of a chunk's routes into the team's scratch. True if this thread met one that does not exist. `beside(first)` holds a
-// barrier over the team, goes on beside the loads of a batch, the first or another, and says whether their chunk is wanted. Without
-// a barrier between them the compiler would load one, use it and load the next.
+// The experts of a chunk's routes into the team's scratch. True if this thread met one that does not exist. `beside(first)` runs
+// between the loads of a batch and their use; `first`: of the first batch. It holds a barrier over the team, without which the
+// compiler would load one, use it and load the next; false: the chunk is not wanted.
 template <uint32_t kAtOnce, class Team, class Beside>
 MEGAMOE_FN bool read_chunk(const Context& context, Team& team, const RouteChunk& range, Beside beside) {
   const int64_t* ids = context.own<int64_t>(context.layout->topk_idx) + range.first;
@@ -270,8 +270,8 @@ MEGAMOE_FN bool list_chunk(const Context& context, Team& team, uint32_t chunk, u
     const bool counted = first != 0 || team.once([&] {
       const uint32_t chunks = num_route_chunks(context);
       return wait_until(context, DeviceRef<uint32_t>(*context.claim_word(Claim::counted_chunks)),
-                                         [&](uint32_t seen) { return seen == chunks; },
-                                         {FaultKind::timeout, WaitFor::list_bases, context.rank, chunk, chunks, 0, 0})
+                        [&](uint32_t seen) { return seen == chunks; },
+                        {FaultKind::timeout, WaitFor::list_bases, context.rank, chunk, chunks, 0, 0})
           .reached;
     });
     if (!counted) return false;

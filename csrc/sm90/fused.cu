@@ -15,6 +15,7 @@ namespace {
 constexpr uint32_t kScaleGroups = MEGAMOE_SCALE_GROUPS;
 constexpr bool kFast = MEGAMOE_FAST;
 constexpr bool kBringUp = MEGAMOE_BRING_UP;
+
 // setmaxnreg: 128 * 56 + 256 * 224 = 64,512, what 384 threads of 168 start with.
 constexpr uint32_t kDispatchRegisters = 56;
 constexpr uint32_t kMathRegisters = 224;
@@ -114,13 +115,14 @@ MEGAMOE_FN void run_schedule(Shared& shared, bool drains) {
   scheduler.run(shared.context, shared.order, first);
 }
 
-// One warp of the math role, after the last tile: most tokens are complete only when nearly all experts are. The dispatch warps,
-// idle by then, would be the last to end what they begin: they have few registers for loads in flight.
+// One warp of the math role, after the last tile: most tokens are complete only when nearly all experts are. The pull warps, idle
+// by then, would be the last to end what they begin: they have few registers for loads in flight.
 MEGAMOE_FN void run_combine(Shared& shared) {
   const Context& context = shared.context;
   OneWarp alone(threadIdx.x / kWarpThreads, 0, nullptr);
+  const uint32_t teams = this_worker(MEGAMOE_RANKS_HERE).count * kMathWarps;
   combine_tokens(
-      context, alone, this_worker(MEGAMOE_RANKS_HERE).count * kMathWarps, combine_parts, [&](uint32_t token) { return routes_of_token(context, token); },
+      context, alone, teams, combine_parts, [&](uint32_t token) { return routes_of_token(context, token); },
       [&](const TokenRoutes& routes, uint32_t token, uint32_t part, uint32_t parts) {
         if (context.stage == Stage::combine) reduce_token(context, shared.launch, routes, token, part, parts);
       });

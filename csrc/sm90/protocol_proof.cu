@@ -166,9 +166,11 @@ MEGAMOE_FN void reduce_token(const Context& context, const LaunchArguments& laun
 
 MEGAMOE_FN bool combine(const Context& context, const LaunchArguments& launch, CtaTeam& cta) {
   OneWarp team(threadIdx.x / kWarpThreads, 0, nullptr);
-  const bool finished = combine_tokens(context, team, 0, whole_tokens, begin_nothing, [&](NothingBegun, uint32_t token, uint32_t, uint32_t) {
-    if (context.stage == Stage::combine) reduce_token(context, launch, token, team.rank());
-  });
+  const bool finished = combine_tokens(context, team, 0, whole_tokens, begin_nothing,
+                                       [&](NothingBegun, uint32_t token, uint32_t, uint32_t) {
+                                         if (context.stage == Stage::combine)
+                                           reduce_token(context, launch, token, team.rank());
+                                       });
   return cta.all(finished);
 }
 

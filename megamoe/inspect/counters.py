@@ -21,7 +21,7 @@ CLAIM_WORDS = {
     "table": "workers that came for the block table",
     "pull": "runs of rows claimed for pulling",
     "tile": "tiles claimed",
-    "combine": "tokens claimed for combining",
+    "combine": "parts of tokens claimed for combining",
     "clear": "pieces of the other bank claimed for clearing",
     "exited_workers": "workers that left",
 }

@@ -55,19 +55,15 @@ def check_config(config: MegaMoEConfig) -> None:
 
 @dataclass(frozen=True)
 class _Matrix:
-    """A matrix in global memory as a tensor map describes it; the inner dimension is contiguous.
-
-    The rows may be cut into several dimensions, for boxes that take them in another order: the first varies fastest in
-    shared memory.
-    """
+    """A matrix in global memory as a tensor map describes it; the inner dimension is contiguous."""
 
     address: int
     item_bytes: int
     inner: int
-    outer: tuple[int, ...]
-    pitch_bytes: tuple[int, ...]
+    outer: int
+    pitch_bytes: int
     box_inner: int
-    box_outer: tuple[int, ...]
+    box_outer: int
     swizzled: bool
 
 
@@ -81,12 +77,12 @@ def _encode(matrix: _Matrix) -> bytes:
         encoded = sm90._call(
             "cuTensorMapEncodeTiled",
             kind,
-            1 + len(matrix.outer),
+            2,
             matrix.address,
-            [u64(size) for size in (matrix.inner, *matrix.outer)],
-            [u64(pitch) for pitch in matrix.pitch_bytes],
-            [u32(size) for size in (matrix.box_inner, *matrix.box_outer)],
-            [u32(1)] * (1 + len(matrix.outer)),
+            [u64(matrix.inner), u64(matrix.outer)],
+            [u64(matrix.pitch_bytes)],
+            [u32(matrix.box_inner), u32(matrix.box_outer)],
+            [u32(1), u32(1)],
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
             swizzles.CU_TENSOR_MAP_SWIZZLE_128B if matrix.swizzled else swizzles.CU_TENSOR_MAP_SWIZZLE_NONE,
             driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
@@ -99,28 +95,16 @@ def _encode(matrix: _Matrix) -> bytes:
 
 def _activations(base: int, region: Region) -> _Matrix:
     rows, columns = region.shape
-    return _Matrix(base + region.offset, 1, columns, (rows,), (region.strides[0],), BLOCK_K, (BOX_ROWS,), True)
+    return _Matrix(base + region.offset, 1, columns, rows, region.strides[0], BLOCK_K, BOX_ROWS, True)
 
 
 def _scales(base: int, region: Region) -> _Matrix:
     rows, groups = region.shape
-    return _Matrix(base + region.offset, 4, rows, (groups,), (region.strides[1] * 4,), BLOCK_M, (1,), False)
+    return _Matrix(base + region.offset, 4, rows, groups, region.strides[1] * 4, BLOCK_M, 1, False)
 
 
 def _weights(address: int, rows: int, columns: int) -> _Matrix:
-    return _Matrix(address, 1, columns, (rows,), (columns,), BLOCK_K, (BOX_COLUMNS,), True)
-
-
-def _weights_by_lane(address: int, rows: int, columns: int) -> _Matrix:
-    """Of each 32 rows of a weight, row 8c + 2i + q comes where 8i + 2c + q would (c and i 0 to 3, q 0 to 1).
-
-    An accumulator fragment gives lane c of four the columns 8i + 2c and 8i + 2c + 1 of a product: these are then eight
-    columns of the result side by side, which it can store without asking other lanes.
-    """
-    pairs, lanes, groups = (2, columns), (4, 8 * columns), (4, 2 * columns)
-    blocks = (rows // 32, 32 * columns)
-    sizes, pitches = zip(pairs, lanes, groups, blocks, strict=True)
-    return _Matrix(address, 1, columns, sizes, pitches, BLOCK_K, (2, 4, 4, BOX_COLUMNS // 32), True)
+    return _Matrix(address, 1, columns, rows, columns, BLOCK_K, BOX_COLUMNS, True)
 
 
 def tensor_maps(layout: BufferLayout, base: int, l1_weight: int, l2_weight: int) -> bytes:
@@ -140,7 +124,7 @@ def tensor_maps(layout: BufferLayout, base: int, l1_weight: int, l2_weight: int)
             _weights(l1_weight, experts * 2 * intermediate, hidden),
             _activations(base, layout["l2_acts"]),
             _scales(base, layout["l2_acts_sf"]),
-            _weights_by_lane(l2_weight, experts * hidden, intermediate),
+            _weights(l2_weight, experts * hidden, intermediate),
         )
     )
 

@@ -86,15 +86,6 @@ MEGAMOE_FN void load_tensor(void* shared, const TensorMap* map, uint64_t* barrie
       "l"(map), "r"(shared_address(barrier)), "r"(inner), "r"(outer)
       : "memory");
 }
-// The same of a map whose rows are cut into four dimensions: `block` is of the outermost, the others are taken whole.
-MEGAMOE_FN void load_tensor_blocks(void* shared, const TensorMap* map, uint64_t* barrier, uint32_t inner,
-                                   uint32_t block) {
-  asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %5, %5, %5, %4}], "
-      "[%2];" ::"r"(shared_address(shared)),
-      "l"(map), "r"(shared_address(barrier)), "r"(inner), "r"(block), "r"(0)
-      : "memory");
-}
 // Four bytes of global memory into shared memory, without waiting.
 MEGAMOE_FN void copy_word_async(void* shared, const void* global) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(shared)), "l"(global) : "memory");

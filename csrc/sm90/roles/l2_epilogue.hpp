@@ -4,8 +4,7 @@
 
 namespace megamoe::sm90 {
 
-// The load role brings the weights in an order in which the accumulators of a lane are eight columns of a row side by side:
-// 16 bytes of it in each of four lanes.
+// Two short groups of columns in one word of each of four lanes become 16 bytes of one row in one lane.
 template <uint32_t kPieces, class Shared>
 MEGAMOE_FN void scatter_results(const Context& context, const Shared& shared, const TileResult& tile,
                                 const float (&sums)[kPieces * kSumsPerPiece]) {
@@ -33,6 +32,7 @@ MEGAMOE_FN void scatter_results(const Context& context, const Shared& shared, co
           const float* pair = &sums[piece * kSumsPerPiece + 4 * (4 * batch + i) + 2 * r];
           words[i] = to_bf16x2(pair[0], pair[1]);
         }
+        transpose_quad(words, place.lane);
         if (valid)
           *reinterpret_cast<uint4*>(to + piece * kPieceN + batch * 32) =
               make_uint4(words[0], words[1], words[2], words[3]);

@@ -5,12 +5,10 @@
 
 namespace megamoe::sm90 {
 
-constexpr uint32_t kLaneRows = 32;  // rows of an L2 weight that are loaded in the order of lanes, see scatter_results()
-
 struct OperandMaps {
   TensorMap rows;        // activations, boxes of 64 rows x 128
   TensorMap row_scales;  // boxes of 1 group x 128 rows
-  TensorMap columns;     // weights, boxes of 128 rows x 128; those of L2 as blocks of 32 rows, each in the order of lanes
+  TensorMap columns;     // weights, boxes of 128 rows x 128
 };
 struct TensorMaps {
   OperandMaps l1, l2;
@@ -77,15 +75,9 @@ class Loader {
     const RingPosition<kStages> before{stage_.turn - tile.stages};  // must be free again
     if (stage_.turn >= tile.stages) wait_barrier(&shared_.empty[before.slot()], before.parity());
     arrive_expect(full, operands.column_boxes * kPieceN * kBlockK);
-    for (uint32_t box = 0; box < operands.column_boxes; ++box) {
-      uint8_t* to = &shared_.columns[stage_.slot()][box * kPieceN * kBlockK];
-      const uint32_t row = operands.first_column + box * kPieceN;
-      if (tile.work == TileWork::l1) {
-        load_tensor(to, &operands.maps->columns, full, k * kBlockK, row);
-      } else {
-        load_tensor_blocks(to, &operands.maps->columns, full, k * kBlockK, row / kLaneRows);
-      }
-    }
+    for (uint32_t box = 0; box < operands.column_boxes; ++box)
+      load_tensor(&shared_.columns[stage_.slot()][box * kPieceN * kBlockK], &operands.maps->columns, full, k * kBlockK,
+                  operands.first_column + box * kPieceN);
     stage_.advance();
   }
 

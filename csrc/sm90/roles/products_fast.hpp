@@ -1,6 +1,6 @@
 // accumulate="fast": the sums of a tile stay in the tensor cores over all of K. Before each scale group they are multiplied
-// into the unit of its scales, so that the products can be added as they are. Cheaper than promotion (one wide product that
-// reads its rows once) and less exact: the tensor core adds with few bits below the largest term.
+// into the unit of its scales, so that the products can be added as they are. Fewer instructions than promotion (one wide
+// product that reads its rows once) and less exact: the tensor core adds with few bits below the largest term.
 #pragma once
 #include "ptx/convert.hpp"
 #include "roles/products.hpp"
