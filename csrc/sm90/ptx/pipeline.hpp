@@ -27,23 +27,9 @@ MEGAMOE_FN void arrive_expect(uint64_t* barrier, uint32_t num_bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(num_bytes)
                : "memory");
 }
+// Waits only where `needed`: to the compiler no branch, which between products and their registers would serialise them.
 // Between roles of one CTA only: the role on the other side waits for ranks with a deadline and always goes on, so
 // this wait needs none of its own.
-MEGAMOE_FN void wait_barrier(uint64_t* barrier, uint32_t parity) {
-  asm volatile(
-      "{\n\t"
-      ".reg .pred reached;\n\t"
-      "again:\n\t"
-      "mbarrier.try_wait.parity.shared::cta.b64 reached, [%0], %1;\n\t"
-      "@reached bra done;\n\t"
-      "bra again;\n\t"
-      "done:\n\t"
-      "}" ::"r"(shared_address(barrier)),
-      "r"(parity)
-      : "memory");
-}
-
-// Waits only where `needed`: to the compiler no branch, which between products and their registers would serialise them.
 MEGAMOE_FN void wait_barrier_if(bool needed, uint64_t* barrier, uint32_t parity) {
   asm volatile(
       "{\n\t"
@@ -59,6 +45,7 @@ MEGAMOE_FN void wait_barrier_if(bool needed, uint64_t* barrier, uint32_t parity)
       "r"(parity), "r"(uint32_t(needed))
       : "memory");
 }
+MEGAMOE_FN void wait_barrier(uint64_t* barrier, uint32_t parity) { wait_barrier_if(true, barrier, parity); }
 
 // Whether that wait would return at once.
 MEGAMOE_FN bool test_barrier(uint64_t* barrier, uint32_t parity) {
