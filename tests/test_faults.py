@@ -451,7 +451,9 @@ def test_launches_that_share_a_decision_slot_are_decided_once() -> None:
     with opened(config, workers=4, timeout_s=5) as buffers:
         (buffer,) = buffers.ranks
         ys = [batch.fill(buffer), batch.fill(buffer)]
-        for _ in range(300):
+        for turn in range(3000):
+            if turn >= 300 and refused > 0:  # on a busy machine none may meet in 300
+                break
             epoch = buffer.epoch
             for y, where in zip(ys, (None, stream), strict=True):
                 y.fill_(7.0)
