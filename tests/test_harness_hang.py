@@ -72,8 +72,10 @@ def test_eight_processes_that_want_to_stay(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_dies_is_read_through_its_peers(tmp_path: Path) -> None:
+    """Also where the launcher is quicker to terminate the peer than the supervisor to read its memory: here the dying
+    rank itself does so first."""
     project = HangProject(tmp_path)
-    project.processes(2, stall="os.kill(os.getpid(), 9)")
+    project.processes(2, stall="die_after_the_peer_is_told_to_end()")
     call = project.call("run", "--target", "host")
     assert call.statuses() == {"1-2-process": "failed"}
     texts = _bundle(call)
