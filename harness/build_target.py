@@ -1,4 +1,5 @@
-"""Builds everything of one target: ``python -m harness.build_target host``. Runs under a supervisor of its own."""
+"""Builds what groups of up to so many ranks need of one target: ``python -m harness.build_target sm90 8``; all of it
+without a number. Runs under a supervisor of its own."""
 
 from __future__ import annotations
 
@@ -19,15 +20,16 @@ def has_target(target: str) -> bool:
 
 
 def main(arguments: list[str]) -> int:
-    if len(arguments) != 1 or arguments[0] not in TARGETS:
-        print(f"usage: python -m harness.build_target {'|'.join(TARGETS)}", file=sys.stderr)
+    target, *numbers = arguments or [""]
+    if target not in TARGETS or len(numbers) > 1 or not all(number.isdecimal() for number in numbers):
+        print(f"usage: python -m harness.build_target {'|'.join(TARGETS)} [MAX_RANKS]", file=sys.stderr)
         return 2
-    target = arguments[0]
     if not has_target(target):
         print(f"target {target}: there is no module megamoe.targets.{target} on {sys.path}", file=sys.stderr)
         return 1
     start = time.monotonic()
-    importlib.import_module(f"megamoe.targets.{target}").build_all()
+    max_ranks = int(numbers[0]) if numbers else sys.maxsize
+    importlib.import_module(f"megamoe.targets.{target}").build_all(max_ranks=max_ranks)
     print(f"target {target}: built in {time.monotonic() - start:.1f} s")
     return 0
 

@@ -66,11 +66,14 @@ def new_run_folder(runs_folder: Path) -> Path:
         raise BadRequest(f"--runs-dir: no folder for results in {runs_folder}: {error}") from error
 
 
-def build(target: str, folder: Path, project_root: Path, stop: StopRequest, seconds: float) -> BuildResult:
-    """Compile everything of ``target`` in a supervised process, before and outside any step's limit."""
+def build(
+    target: str, folder: Path, project_root: Path, stop: StopRequest, seconds: float, max_ranks: int | None = None
+) -> BuildResult:
+    """Compile what groups of up to ``max_ranks`` ranks need of ``target``, or everything of it, in a supervised
+    process, before and outside any step's limit."""
     log_folder = folder / f"build-{target}"
     outcome = run_supervised(
-        (sys.executable, "-m", "harness.build_target", target),
+        (sys.executable, "-m", "harness.build_target", target, *([str(max_ranks)] if max_ranks is not None else [])),
         log_folder,
         seconds=seconds,
         num_ranks=0,
@@ -115,9 +118,11 @@ class Run:
         self.builds: list[BuildResult] = []
 
     def build_for(self, plan: Plan, seconds: float) -> None:
-        for target in sorted({step.target for step in plan.steps if not step.skip_reason and not step.kept_from}):
+        to_run = [step for step in plan.steps if not step.skip_reason and not step.kept_from]
+        for target in sorted({step.target for step in to_run}):
             self.display.say(f"building target {target} …")
-            result = build(target, self.folder, self.places.project_root, self.stop, seconds)
+            max_ranks = max(step.num_ranks for step in to_run if step.target == target)
+            result = build(target, self.folder, self.places.project_root, self.stop, seconds, max_ranks)
             self.builds.append(result)
             append_line(self.folder, build_line(result))
             self.display.say(f"build of target {target}: {result.status}, {result.seconds:.1f} s")

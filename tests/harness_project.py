@@ -92,7 +92,7 @@ class Project:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.runs_folder = root / "runs"
-        self.write_target("def build_all():\n    pass\n")
+        self.write_target("def build_all(max_ranks):\n    pass\n")
 
     def write_target(self, text: str, name: str = "host") -> None:
         folder = self.root / "megamoe" / "targets"

@@ -299,16 +299,24 @@ def test_broken_spec_gives_exit_code_2(project: Project) -> None:
 
 def test_failing_build_blocks_all(project: Project) -> None:
     project.phase(1, PASSING)
-    project.write_target("def build_all():\n    raise RuntimeError('no such header: cuda/atomic')\n")
+    project.write_target("def build_all(max_ranks):\n    raise RuntimeError('no such header: cuda/atomic')\n")
     call = project.call("run", "--target", "host")
     assert call.code == 1
     assert call.statuses() == {"1-1-single": "blocked"}
     assert "no such header: cuda/atomic" in call.output
 
 
+def test_a_run_builds_for_its_ranks(project: Project) -> None:
+    project.phase(1, PASSING, targets={"host": {"ranks": {1: ["single"], 2: ["virtual"], 8: ["virtual"]}}})
+    project.write_target("def build_all(max_ranks):\n    print('for', max_ranks, 'ranks')\n")
+    call = project.call("run", "--target", "host", "--ranks", "1,2")
+    assert call.code == 0, call.output
+    assert "for 2 ranks" in (call.run_folder / "build-host" / "launcher.log").read_text()
+
+
 def test_build_command(project: Project) -> None:
     project.phase(1, PASSING)
-    project.write_target("import time\ndef build_all():\n    time.sleep(1000)\n", name="sm90")
+    project.write_target("import time\ndef build_all(max_ranks):\n    time.sleep(1000)\n", name="sm90")
     call = project.call("build", "--target", "host")
     assert call.code == 0, call.output
     project.runs_folder = project.root / "runs2"

@@ -66,6 +66,11 @@ def test_fused_kernel_compiles_within_its_means(variant: sm90.FusedVariant) -> N
     assert cpu_s < MAX_COMPILE_CPU_S, f"{cpu_s:.1f} s of CPU"
 
 
+def test_ranks_ask_for_no_more_builds_than_theirs() -> None:
+    assert {variant.ranks_here for variant in sm90.fused_variants()} == {1, 2, 4, 8}
+    assert {variant.ranks_here for variant in sm90.fused_variants(3)} == {1, 2}
+
+
 def test_registers_of_the_roles_fit_a_multiprocessor() -> None:
     roles = dict(re.findall(r"(\w+) (\d+)", sm90.role_registers()))
     assert set(roles) == {"dispatch", "math"}

@@ -7,6 +7,7 @@ import importlib
 from collections.abc import Callable
 from types import ModuleType
 
+from megamoe.config import MAX_RANKS
 from megamoe.groups import TARGETS
 
 
@@ -21,6 +22,6 @@ def get_target(name: str) -> ModuleType:
     return importlib.import_module(f"megamoe.targets.{name}")
 
 
-def build_all(name: str, report: Callable[[str], None] = print) -> None:
-    """Compile everything a target may need, and say what."""
-    get_target(name).build_all(report)
+def build_all(name: str, report: Callable[[str], None] = print, max_ranks: int = MAX_RANKS) -> None:
+    """Compile everything that groups of up to ``max_ranks`` ranks may need of a target, and say what."""
+    get_target(name).build_all(report, max_ranks)

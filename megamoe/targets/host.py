@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megamoe import jit
-from megamoe.config import MegaMoEConfig
+from megamoe.config import MAX_RANKS, MegaMoEConfig
 from megamoe.groups import Group
 from megamoe.inspect.names import memfd_name
 from megamoe.layout import (
@@ -81,8 +81,8 @@ def library() -> ctypes.CDLL:
     return _library(extra_options())
 
 
-def build_all(report: Callable[[str], None] = print) -> None:
-    """Compile the target."""
+def build_all(report: Callable[[str], None] = print, max_ranks: int = MAX_RANKS) -> None:
+    """Compile the target: one library for any number of ranks."""
     report(f"host: {library()._name}")
 
 

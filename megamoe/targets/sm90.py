@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from megamoe import abi
-from megamoe.config import L2_SF_GRANULARITY_CHOICES, SCALE_BLOCK, MegaMoEConfig
+from megamoe.config import L2_SF_GRANULARITY_CHOICES, MAX_RANKS, SCALE_BLOCK, MegaMoEConfig
 from megamoe.jit import CubinArtifact, compile_cubin, csrc_dir
 from megamoe.layout import (
     BUFFER_LAYOUT_STRUCT,
@@ -196,15 +196,16 @@ class FusedVariant:
         return build_fused(self.ranks_here, self.l2_sf_granularity, self.bring_up, self.fast)
 
 
-def fused_variants() -> tuple[FusedVariant, ...]:
-    """Every build that the layers of this target ask for: shapes and tiles change none, ranks that are processes need
-    those of one rank a grid, virtual ranks the others."""
+def fused_variants(max_ranks: int = MAX_RANKS) -> tuple[FusedVariant, ...]:
+    """Every build that layers of up to ``max_ranks`` ranks ask for: shapes and tiles change none, ranks that are
+    processes need those of one rank a grid, virtual ranks the others."""
     return tuple(
         FusedVariant(ranks, granularity, bring_up, fast)
         for ranks in (1, 2, 4, 8)
         for granularity in L2_SF_GRANULARITY_CHOICES
         for bring_up in (False, True)
         for fast in (False, True)
+        if ranks <= max_ranks
     )
 
 
@@ -218,15 +219,15 @@ def role_registers() -> str:
 _ROW = "{:<22} {:<46} {:>9} {:<24} {:>13} {:>8}"
 
 
-def build_all(report: Callable[[str], None] = print) -> None:
-    """Compile everything that a run on this target loads, and print a table of it.
+def build_all(report: Callable[[str], None] = print, max_ranks: int = MAX_RANKS) -> None:
+    """Compile everything that groups of up to ``max_ranks`` ranks load on this target, and print a table of it.
 
     Raises:
         RuntimeError: a kernel uses what none may use.
     """
     others = ("protocol_proof", "fill")
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        fused = [(str(variant), pool.submit(variant.build)) for variant in fused_variants()]
+        fused = [(str(variant), pool.submit(variant.build)) for variant in fused_variants(max_ranks)]
         built = [*((f"csrc/sm90/{name}.cu", pool.submit(build, name)) for name in others), *fused]
         artifacts = [(label, future.result()) for label, future in built]
     report(_ROW.format("kernel", "build", "registers", "setmaxnreg", "shared memory", "seconds"))
