@@ -280,6 +280,8 @@ def _read_projection(checkpoint: Checkpoint, name: str, shape: tuple[int, int]) 
     weight = checkpoint.tensor(f"{name}.weight", shape, _EXPERT_DTYPES).clone()
     if weight.dtype == torch.bfloat16:
         return weight, None
+    if bool(((weight.view(torch.uint8) & 0x7F) == 0x7F).any()):
+        raise CheckpointError(f"tensor {name}.weight holds NaN")
     scale_name = f"{name}.weight_scale_inv"
     scale_shape = (shape[0] // SCALE_BLOCK, shape[1] // SCALE_BLOCK)
     scale = checkpoint.tensor(scale_name, scale_shape, _FLOATS).float().clone()

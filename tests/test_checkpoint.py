@@ -218,6 +218,7 @@ def test_a_missing_tensor_is_named(tmp_path: Path, num_shards: int, missing: str
         ("up_proj.weight_scale_inv", torch.ones(1, 2).half(), "dtype F16, expected F32 or BF16"),
         ("up_proj.weight_scale_inv", torch.tensor([[1.0, float("nan")]]), "scales that are NaN or infinite"),
         ("down_proj.weight", torch.full((HIDDEN, INTERMEDIATE), float("nan")).bfloat16(), "NaN or inf"),
+        ("down_proj.weight", torch.full((HIDDEN, INTERMEDIATE), float("nan")).to(torch.float8_e4m3fn), "holds NaN"),
     ],
 )
 def test_a_tensor_of_another_kind_is_named(tmp_path: Path, name: str, tensor: Tensor, words: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from megamoe.config import MegaMoEConfig
 from megamoe.faults import MegaMoEFault
 from megamoe.quant import quantize_activations, quantize_weights
 from megamoe.reference import RankInputs, compare, moe_layer, norm_error
+from megamoe.routing import Routing
 from megamoe.weights import transform_weights_for_mega_moe
 from tests.checkpoint_files import (
     EXPERTS,
@@ -230,6 +232,20 @@ def no_change(folder: Path) -> None:
     del folder
 
 
+def test_a_full_disk_is_told_and_leaves_the_old_file(tmp_path: Path) -> None:
+    output = tmp_path / "y"
+    output.write_text("old")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        with pytest.raises(ValueError, match=f"--output {output}: .*File too large"):
+            layer_run.save_output(output, torch.zeros(64, 64), Routing(torch.zeros(64, 2), torch.zeros(64, 2)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert output.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [output]
+
+
 @pytest.mark.parametrize(
     ("edit", "arguments", "layer", "words"),
     [
@@ -248,7 +264,8 @@ def no_change(folder: Path) -> None:
         (no_change, ("--tokens", -1), LAYER, "--tokens is -1"),
         (no_change, ("--seed", -1), LAYER, "--seed is -1"),
         (no_change, ("--hidden", "nowhere"), LAYER, "--hidden nowhere: no such file"),
-        (no_change, ("--output", "/"), LAYER, "--output /: is a folder"),
+        (no_change, ("--output", "/"), LAYER, "--output /: is a folder or a device"),
+        (no_change, ("--output", "/dev/full"), LAYER, "--output /dev/full: is a folder or a device"),
         (no_change, ("--output", "nowhere/y"), LAYER, "--output nowhere/y: no folder nowhere"),
         (lambda folder: (folder / "config.json").unlink(), (), LAYER, "config.json is missing"),
     ],

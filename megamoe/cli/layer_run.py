@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 import megamoe
@@ -110,7 +110,7 @@ def run_layer(ranks: Ranks, settings: LayerRun) -> tuple[list[str], bool]:
         topk_weights = ranks.gather_rows({rank: r.topk_weights for rank, r in routings.items()}, loaded.shares)
         with ranks.together():
             if ranks.speaks:
-                _save(settings.output, all_y, Routing(torch.cat(topk_idx), torch.cat(topk_weights)))
+                save_output(settings.output, all_y, Routing(torch.cat(topk_idx), torch.cat(topk_weights)))
     lines = [
         *format_facts(_facts(ranks, settings, loaded, len(routed))),
         *format_shards(ranks.gather_objects(sorted(loaded.checkpoint.opened_shards)), loaded.checkpoint.num_shards),
@@ -125,8 +125,8 @@ def run_layer(ranks: Ranks, settings: LayerRun) -> tuple[list[str], bool]:
 def _load(ranks: Ranks, settings: LayerRun) -> _Loaded:
     if settings.output is not None and not settings.output.parent.is_dir():
         raise ValueError(f"--output {settings.output}: no folder {settings.output.parent}")
-    if settings.output is not None and settings.output.is_dir():
-        raise ValueError(f"--output {settings.output}: is a folder, expected a file to write")
+    if settings.output is not None and settings.output.exists() and not settings.output.is_file():
+        raise ValueError(f"--output {settings.output}: is a folder or a device, expected a file to write")
     if settings.tokens is not None and settings.tokens < 0:
         raise ValueError(f"--tokens is {settings.tokens}, expected 0 or more")
     checkpoint = Checkpoint(settings.checkpoint)
@@ -244,10 +244,19 @@ def _oracle(config: MegaMoEConfig, everyone: Sequence[RankInputs], weights: Mapp
     return torch.cat(y).cpu()
 
 
-def _save(path: Path, y: Tensor, routing: Routing) -> None:
+def save_output(path: Path, y: Tensor, routing: Routing) -> None:
+    """Write y and the routes as a safetensors file, whole or not at all. Raises ValueError, also for a full disk.
+
+    Not ``save_file``: it says nothing of what a full disk does not take. Not in place: the file of an earlier run may
+    be mapped.
+    """
+    content = save({"y": y, "topk_idx": routing.topk_idx, "topk_weights": routing.topk_weights})
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        save_file({"y": y, "topk_idx": routing.topk_idx, "topk_weights": routing.topk_weights}, path)
-    except SafetensorError as error:
+        temporary.write_bytes(content)
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
         raise ValueError(f"--output {path}: {error}") from error
 
 
