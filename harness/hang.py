@@ -25,16 +25,7 @@ from typing import TYPE_CHECKING
 
 from harness import processes
 from harness.processes import PROC, ProcessKey
-from harness.rank import (
-    DUMP_SUFFIX,
-    explained_file,
-    fault_file,
-    launch_file,
-    log_file,
-    responder_file,
-    wait_until_explained,
-    write_whole,
-)
+from harness.rank import DUMP_SUFFIX, fault_file, launch_file, log_file, responder_file, write_whole
 
 if TYPE_CHECKING:
     from megamoe.config import MegaMoEConfig
@@ -55,6 +46,7 @@ BUFFER_LINK = "/memfd:megamoe-rank"
 DEVICE_WAIT_SHARE = 0.4
 NATIVE_SECONDS = 3.0  # of one process
 NATIVE_SHARE = 0.8
+FAULT_WAIT_S = 3.0
 LOG_LINES = 30
 LOG_BYTES = 1 << 16
 
@@ -98,12 +90,15 @@ class Bundle:
             _run_child(self._folder, trouble, seconds)
         self._running = True
 
+    @property
+    def is_under_way(self) -> bool:
+        return self._running
+
     def note_ends(self, statuses: Mapping[int, int]) -> None:
         """``statuses`` has the children that have ended, by pid."""
         if self._running and self._pid in statuses:
             self._running = False
             _continue(self._ranks)  # should it have died between stopping them and letting them go on
-            self._release_ranks()
 
     def finish(self, seconds: float) -> None:
         """Wait for the child, at most so long, then end it."""
@@ -116,12 +111,6 @@ class Bundle:
                 os.kill(self._pid, signal.SIGKILL)  # a child that is not reaped keeps its pid
                 until += 1.0
             time.sleep(0.01)
-        self._release_ranks()
-
-    def _release_ranks(self) -> None:
-        """Those that put their end off until now, end (rank.py)."""
-        with suppress(OSError):  # a full disk: they wait for some seconds only
-            explained_file(self._folder).touch()
 
     def read(self) -> tuple[str, str]:
         """(folder, one line that explains); two empty texts where there is no bundle."""
@@ -404,7 +393,9 @@ def announce_fault(text: str) -> None:
         return
     folder = Path(os.environ["MEGAMOE_RUN_DIR"])
     write_whole(fault_file(folder, int(os.environ.get("RANK", "0"))), text)
-    wait_until_explained(folder)
+    until = time.monotonic() + FAULT_WAIT_S
+    while time.monotonic() < until and not (folder / HANG_FOLDER / SUMMARY_JSON).exists():
+        time.sleep(0.02)
 
 
 def answer_file(folder: Path, rank: int) -> Path:

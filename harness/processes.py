@@ -166,12 +166,6 @@ def send_signal(key: ProcessKey, signal_number: int) -> bool:
         os.close(handle)
 
 
-def end_by_signal(signal_number: int) -> None:
-    """End this process by a signal, whatever its handler is; unlike ``signal.signal``, from any thread."""
-    _libc.signal(signal_number, None)  # SIG_DFL
-    os.kill(os.getpid(), signal_number)
-
-
 def catches_signal(pid: int, signal_number: int) -> bool:
     """Whether the process has a handler: without one SIGUSR1 would end it instead of printing its stacks."""
     try:

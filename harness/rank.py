@@ -4,8 +4,8 @@ Output goes to ``rank<r>.log`` in MEGAMOE_RUN_DIR, SIGUSR1 (and the SIGTERM of t
 the rank dies with its parent, and two small files tell the supervisor which process the rank is and how it ended. Then
 the script runs as if it had been started by name.
 
-torchrun terminates the other ranks as soon as it sees one dead. They hold what tells why it died, so each puts its end
-off until the step is explained (hang.py), for a few seconds at most.
+torchrun terminates the other ranks as soon as it sees one dead. They hold what tells why it died, so SIGTERM does not
+end them: the supervisor does, once the step is explained.
 """
 
 from __future__ import annotations
@@ -16,18 +16,14 @@ import os
 import runpy
 import signal
 import sys
-import threading
-import time
 from pathlib import Path
 
-from harness.processes import end_by_signal, own_key, set_parent_death_signal
+from harness.processes import own_key, set_parent_death_signal
 
 DUMP_SUFFIX = ".dump"
 """Of a rank's saved buffer (megamoe/inspect/dump.py)."""
 DUMP_VIEWS_VARIABLE = "MEGAMOE_DUMP_VIEWS"
 """Set by ``harness run --dump``: save every launch that is compared, not only the first that fails."""
-EXPLAIN_WAIT_S = 3.0
-"""How long a rank that is about to end waits for the step to be explained."""
 
 
 def pid_file(folder: Path, rank: int) -> Path:
@@ -59,18 +55,6 @@ def responder_file(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank}.responder"
 
 
-def explained_file(folder: Path) -> Path:
-    """There once nobody needs the ranks any more: the step was explained, or will not be."""
-    return folder / "explained"
-
-
-def wait_until_explained(folder: Path) -> None:
-    """Return when the step has been explained, and after ``EXPLAIN_WAIT_S`` at the latest."""
-    until = time.monotonic() + EXPLAIN_WAIT_S
-    while time.monotonic() < until and not explained_file(folder).exists():
-        time.sleep(0.02)
-
-
 def write_whole(path: Path, text: str) -> None:
     """Write a file so that whoever finds it finds all of it."""
     temporary = path.with_suffix(path.suffix + ".tmp")
@@ -88,29 +72,6 @@ def _redirect_output(log: Path) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)  # what a rank said must be in its log when it is killed
-
-
-def _put_off_sigterm(folder: Path) -> None:
-    """From now on SIGTERM ends this process, and none forked from it, only when the step has been explained. A thread
-    waits for it, since the main one may be inside a call that takes long; the stacks are written at once."""
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    signal.signal(signal.SIGTERM, lambda number, frame: None)
-
-    def end_when_explained() -> None:
-        while signal.SIGTERM not in os.read(reader, 64):
-            pass
-        wait_until_explained(folder)
-        end_by_signal(signal.SIGTERM)
-
-    def end_at_once() -> None:
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-    os.register_at_fork(after_in_child=end_at_once)
-    threading.Thread(target=end_when_explained, name="harness-sigterm", daemon=True).start()
-    faulthandler.register(signal.SIGTERM, file=2, all_threads=True, chain=True)
 
 
 def _exit_code(end: SystemExit) -> int:
@@ -147,7 +108,8 @@ def main(arguments: list[str]) -> int:
     faulthandler.enable(file=2, all_threads=True)
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        _put_off_sigterm(folder)
+        faulthandler.register(signal.SIGTERM, file=2, all_threads=True)
+        os.register_at_fork(after_in_child=lambda: faulthandler.unregister(signal.SIGTERM))
     key = own_key()
     write_whole(pid_file(folder, rank), f"{key.pid} {key.start_ticks}")
     script = arguments[0]

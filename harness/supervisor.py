@@ -120,6 +120,8 @@ def _wait_for_end(
         processes.reap_children(statuses)
         bundle.note_ends(statuses)
         ranks.look()
+        if ranks.broken and not bundle.is_under_way:
+            ranks.end_others()
         elapsed = time.monotonic() - start
         if root.pid in statuses:
             root.returncode = statuses[root.pid]

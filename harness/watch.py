@@ -19,6 +19,8 @@ from harness.rank import exit_file, fault_file, log_file, pid_file
 
 SAMPLE_S = 0.25
 HOLDINGS_S = 1.0
+FINALIZE_S = 2.0
+"""What a rank has for its own end after its script's, once another one is broken."""
 MAX_SAMPLING_SHARE = 0.05
 PROCESSES_FILE = "processes.jsonl"
 
@@ -120,6 +122,8 @@ class Ranks:
         self._explain = explain
         self._keys: dict[int, ProcessKey] = {}
         self._ended: set[int] = set()
+        self._killed: set[int] = set()
+        self._others_end_at = 0.0
         self._deaths = Deaths()
         self._has_trouble = False
 
@@ -171,6 +175,17 @@ class Ranks:
         self._say(f"rank {rank} ended {how}")
         if others := self._keys.keys() - self._ended:
             self._note_trouble(f"rank {rank} ended {how}", others, ended_by_itself=path.exists())
+
+    def end_others(self) -> None:
+        """Kill the ranks that live on after one is broken: at once, but those whose script has ended, which may still
+        print their error, after a while. The launcher only asks them to end, and they do not hear it (rank.py)."""
+        self._others_end_at = self._others_end_at or time.monotonic() + FINALIZE_S
+        for rank in self._keys.keys() - self._killed - {self.broken[0]}:
+            if rank in self._ended and time.monotonic() < self._others_end_at:
+                continue
+            self._killed.add(rank)
+            if processes.send_signal(self._keys[rank], signal.SIGKILL):
+                self._say(f"rank {rank} killed, since rank {self.broken[0]} is broken")
 
     def note_time(self, why: str) -> None:
         """The step takes so long that it may hang."""

@@ -351,6 +351,32 @@ def test_rank_that_dies_is_named_first(project: Project) -> None:
     assert "Signal 9" in step["log_tails"]["launcher.log"]
 
 
+@pytest.mark.parametrize(
+    "deaf",
+    [
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(1000)",
+        "sum(range(10**13))",  # one call that keeps the interpreter to itself
+        "import atexit; atexit.register(time.sleep, 1000)",  # after the end of the script
+    ],
+    ids=["ignores", "computes", "lingers"],
+)
+def test_a_rank_that_does_not_end_with_its_peer_is_killed(deaf: str, project: Project) -> None:
+    """The launcher, which asks it to end, would wait for 30 s."""
+    project.phase(
+        1,
+        f"""
+        if rank == 1:
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGKILL)
+        {deaf}
+        """,
+        targets={"host": {"ranks": {2: ["process"]}}},
+    )
+    (step,) = project.call("run", "--target", "host").steps()
+    assert step["reasons"][0] == "exit code 1; rank 1 ended first"
+    assert step["seconds"] < 25
+
+
 def test_stale_processes_of_an_earlier_run_are_reported(project: Project) -> None:
     """Named, not ended: they are not this run's."""
     project.phase(1, PASSING)
