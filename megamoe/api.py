@@ -13,9 +13,10 @@ from torch import Tensor
 
 from megamoe.buffer import SymmBuffer, VirtualSymmBuffer, default_timeout_s, open_buffers, withdraw
 from megamoe.config import ACCUM_DEBUG_EDGE, SCALE_BLOCK, Accumulate, MegaMoEConfig, Stage, is_count
+from megamoe.dynamo import untraced
 from megamoe.groups import VirtualGroup, as_group
 from megamoe.layout import buffer_layout
-from megamoe.quant import FP32, describe, is_fp32
+from megamoe.quant import FP32, check_memory, describe, is_fp32
 from megamoe.schedule import DEFAULT_SCHEDULE, Schedule, override_schedule
 from megamoe.targets.host import ROLE_NAMES
 from megamoe.weights import L1Weights, L2Weights, check_transformed_weights
@@ -164,6 +165,7 @@ def get_token_alignment_for_sm90_mega_moe() -> int:
     return override_schedule(DEFAULT_SCHEDULE).block_m
 
 
+@untraced
 def fp8_mega_moe(
     y: Tensor,
     l1_weights: L1Weights,
@@ -209,6 +211,7 @@ def fp8_mega_moe(
     )
 
 
+@untraced
 def launch_mega_moe(
     y: Tensor,
     l1_weights: L1Weights,
@@ -257,13 +260,20 @@ def launch_mega_moe(
         arguments.has_clamp = activation_clamp is not None
         arguments.activation_clamp = activation_clamp or 0.0
         arguments.fast_math = bool(fast_math)
-        arguments.stage = _LAST_STAGE if stage is Stage.COMBINE else int(Stage(stage))
-        arguments.role_times = 0 if role_times is None else _address_of_role_times(role_times)
+        arguments.stage = _LAST_STAGE if stage is Stage.COMBINE else _number_of_stage(stage)
+        arguments.role_times = 0 if role_times is None else _address_of_role_times(role_times, sym_buffer.device)
         arguments.debug = debug is not None
         if debug is not None:  # else nothing reads the blocks
             _check_debug(debug, sym_buffer.config)
             arguments.debug_row_block, arguments.debug_column_block = debug.row_block, debug.column_block
         sym_buffer.launch(arguments, (y, l1_weights, l2_weights, stats, word, role_times), stream=stream)
+
+
+def _number_of_stage(stage: Stage) -> int:
+    try:
+        return int(Stage(stage))
+    except ValueError as error:
+        raise ValueError(f"stage: got {stage!r}, expected one of {[str(each) for each in Stage]}") from error
 
 
 def _check_buffer(sym_buffer: object) -> None:
@@ -279,6 +289,9 @@ def _check_weights(l1_weights: L1Weights, l2_weights: L2Weights, sym_buffer: Sym
     for name, tensor in (("l1_weights", l1_weights.weight), ("l2_weights", l2_weights.weight)):
         if tensor.device != sym_buffer.device:
             raise ValueError(f"{name}: got {describe(tensor)}, expected the buffer's device {sym_buffer.device}")
+    for name, weights in (("l1_weights", l1_weights), ("l2_weights", l2_weights)):
+        for part, tensor in weights._asdict().items():
+            check_memory(f"{name}.{part}", tensor)
 
 
 def dummy_run(l1_weights: L1Weights, l2_weights: L2Weights, sym_buffer: SymmBuffer) -> None:
@@ -306,6 +319,7 @@ def _check_y(y: Tensor, num_tokens: int | Tensor | None, sym_buffer: SymmBuffer)
         raise ValueError(f"y: got strides {y.stride()} of shape {list(y.shape)}, expected a contiguous tensor")
     if y.device != device:
         raise ValueError(f"y: got {describe(y)}, expected the buffer's device {device}")
+    check_memory("y", y)
     sym_buffer.check_num_tokens(rows)
     if num_tokens is None:
         return rows
@@ -351,15 +365,16 @@ def _check_stats(stats: Tensor, sym_buffer: SymmBuffer) -> None:
         )
 
 
-def _address_of_role_times(role_times: Tensor) -> int:
+def _address_of_role_times(role_times: Tensor, device: torch.device) -> int:
     roles = len(ROLE_NAMES)
     if (
         not isinstance(role_times, Tensor)
         or role_times.dtype != torch.int64
         or role_times.numel() < roles
         or not role_times.is_contiguous()
+        or role_times.device != device
     ):
-        raise ValueError(f"role_times: got {describe(role_times)}, expected contiguous int64 [{roles}]")
+        raise ValueError(f"role_times: got {describe(role_times)}, expected contiguous int64 [{roles}] on {device}")
     return role_times.data_ptr()
 
 

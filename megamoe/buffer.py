@@ -16,10 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megamoe.config import MegaMoEConfig, is_count
+from megamoe.dynamo import untraced
 from megamoe.faults import Fault, MegaMoEFault, read_fault_records
 from megamoe.groups import DistributedGroup, LocalGroup, VirtualGroup, as_group
 from megamoe.layout import LAUNCH_STRUCT, MAX_FAULT_RECORDS, NUM_BANKS, BufferLayout, Region, buffer_layout
-from megamoe.quant import describe, is_fp32, quantize_activations
+from megamoe.quant import check_memory, describe, is_fp32, quantize_activations
 from megamoe.targets import get_target
 from megamoe.weights import L1Weights, L2Weights
 
@@ -92,16 +93,26 @@ def default_timeout_s() -> float:
 
 
 _Addresses = tuple[int, int, int, int]
+_Layouts = tuple[tuple[torch.Size, tuple[int, ...]], ...]
+
+
+def _layouts(first: Tensor, second: Tensor, third: Tensor, fourth: Tensor) -> _Layouts:
+    return (
+        (first.shape, first.stride()),
+        (second.shape, second.stride()),
+        (third.shape, third.stride()),
+        (fourth.shape, fourth.stride()),
+    )
 
 
 class KnownWeights:
     """Weights that were checked for a buffer, so that a launch with the same tensors need not check them again.
 
-    Keeps no tensor alive. A tensor that took the place of a dead one, or that got other memory, is not known.
+    Keeps no tensor alive. A tensor that took the place of a dead one, or got other memory or strides, is not known.
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[tuple[weakref.ref[Tensor], ...], _Addresses]] = {}
+        self._known: dict[int, tuple[tuple[weakref.ref[Tensor], ...], _Addresses, _Layouts]] = {}
 
     def put_known(self, arguments: Any, l1_weights: L1Weights, l2_weights: L2Weights) -> bool:
         """Put the addresses of known weights into a launch's arguments. False: they are not known."""
@@ -111,13 +122,14 @@ class KnownWeights:
         entry = self._known.get(id(first))
         if entry is None:
             return False
-        (first_known, second_known, third_known, fourth_known), addresses = entry
+        (first_known, second_known, third_known, fourth_known), addresses, layouts = entry
         if (
             first_known() is not first
             or second_known() is not second
             or third_known() is not third
             or fourth_known() is not fourth
             or (first.data_ptr(), second.data_ptr(), third.data_ptr(), fourth.data_ptr()) != addresses
+            or _layouts(first, second, third, fourth) != layouts
         ):
             return False
         arguments.l1_weight, arguments.l1_sf, arguments.l2_weight, arguments.l2_sf = addresses
@@ -129,7 +141,8 @@ class KnownWeights:
         addresses = (tensors[0].data_ptr(), tensors[1].data_ptr(), tensors[2].data_ptr(), tensors[3].data_ptr())
         if len(self._known) >= _KNOWN_WEIGHTS:
             self._known = {key: entry for key, entry in self._known.items() if all(ref() for ref in entry[0])}
-        self._known[id(tensors[0])] = tuple(weakref.ref(tensor) for tensor in tensors), addresses
+        refs = tuple(weakref.ref(tensor) for tensor in tensors)
+        self._known[id(tensors[0])] = refs, addresses, _layouts(*tensors)
         arguments.l1_weight, arguments.l1_sf, arguments.l2_weight, arguments.l2_sf = addresses
 
 
@@ -222,6 +235,7 @@ class SymmBuffer:
 
     # --- inputs --------------------------------------------------------------------------------------------------
 
+    @untraced
     def fill(
         self,
         x: Tensor,
@@ -245,15 +259,20 @@ class SymmBuffer:
             The number of tokens.
 
         Raises:
-            ValueError: a shape, dtype or the number of tokens does not fit; names the argument.
+            ValueError: a shape, dtype or the number of tokens does not fit, or a tensor requires grad (there is no
+                backward); names the argument.
         """
         self._require_open()
         device, config = self.device, self.config
+        has_backward = torch.is_grad_enabled()
         for name, tensor in (("x", x), ("topk_idx", topk_idx), ("topk_weights", topk_weights)):
             if not isinstance(tensor, Tensor) or tensor.device != device:
                 raise ValueError(f"{name}: got {describe(tensor)}, expected a tensor on the buffer's {device}")
             if tensor.layout is not torch.strided:
                 raise ValueError(f"{name}: got {describe(tensor)} of layout {tensor.layout}, expected a dense tensor")
+            if has_backward and tensor.requires_grad:
+                raise ValueError(f"{name}: got a tensor that requires grad, expected a call under torch.no_grad()")
+            check_memory(name, tensor)
         tokens, columns = x.shape if x.dim() == 2 else (-1, -1)
         if columns != config.hidden or x.dtype not in _TOKEN_DTYPES:
             raise ValueError(f"x: got {describe(x)}, expected bf16 or fp32 [tokens, {config.hidden}]")
@@ -298,6 +317,7 @@ class SymmBuffer:
         self._require_open()
         self._rank.load()
 
+    @untraced
     def check(self) -> None:
         """Wait for the launches so far, replays of captured ones too, and raise for what went wrong in them.
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megamoe.api import fp8_mega_moe, get_symm_buffer_for_mega_moe
 from megamoe.buffer import SymmBuffer, VirtualSymmBuffer
+from megamoe.dynamo import untraced
 from megamoe.groups import LocalGroup, VirtualGroup, as_group
 from megamoe.quant import describe
 from megamoe.weights import L1Weights, L2Weights, check_transformed_weights, transform_weights_for_mega_moe
@@ -19,6 +20,8 @@ Pair = tuple[Tensor, Tensor]
 
 class MegaMoE(torch.nn.Module):
     """One MoE layer of this rank: ``y = MegaMoE(weights, group, num_topk=8, num_max_tokens_per_rank=4096)(x, ids, w)``.
+
+    For inference: it has no backward, and refuses inputs that ask for one. torch.compile breaks its graph here.
 
     Args:
         weights: (l1, l2) of this rank's experts: natural (weight, sf) pairs as in a checkpoint, which are transformed,
@@ -68,6 +71,8 @@ class MegaMoE(torch.nn.Module):
         self.routed_scaling_factor = routed_scaling_factor
         self.activation_clamp = activation_clamp
         self.fast_math = fast_math
+        if isinstance(group, VirtualSymmBuffer):
+            raise ValueError("group: got a VirtualSymmBuffer, expected one rank's SymmBuffer (take one of .ranks)")
         if isinstance(group, SymmBuffer):
             if buffer_options or num_topk is not None or num_max_tokens_per_rank is not None:
                 raise ValueError("group: got a SymmBuffer, expected no options of a buffer beside it")
@@ -81,6 +86,7 @@ class MegaMoE(torch.nn.Module):
         # torch's CPU tensors are there when a call returns; virtual ranks wait for each other, so none may wait alone.
         self._waits = self.sym_buffer.device.type == "cpu" and not several_here
 
+    @untraced
     def forward(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, *, num_tokens: Tensor | None = None) -> Tensor:
         """The layer on this rank's tokens. Every rank calls it, also with none.
 

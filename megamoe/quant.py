@@ -43,6 +43,24 @@ def describe(value: object) -> str:
     return f"{type(value).__name__} {value!r}"
 
 
+def check_memory(name: str, tensor: Tensor) -> None:
+    """Check that a kernel may read and write all of a tensor: offloaders free the memory of tensors that live on.
+
+    Raises:
+        ValueError: it has no memory, as a fake tensor has none, or less than its shape needs.
+    """
+    if not tensor.numel():
+        return
+    if tensor.is_contiguous():
+        last = tensor.numel() - 1
+    else:
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    needed = (tensor.storage_offset() + last + 1) * tensor.element_size()
+    held = tensor.untyped_storage().nbytes() if tensor.data_ptr() else 0
+    if held < needed:
+        raise ValueError(f"{name}: got {describe(tensor)} with {held} bytes of memory, expected {needed}")
+
+
 def is_fp32(value: object) -> bool:
     """Whether it is a finite number within the range of fp32."""
     # In a call's path: float first, since asking the abstract class costs ten times as much.

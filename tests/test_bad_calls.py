@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -202,8 +204,8 @@ def test_fast_math(buffer: SymmBuffer, fast_math: Any) -> None:
 
 
 def test_stage(buffer: SymmBuffer) -> None:
-    refused(buffer, ("7 is not a valid Stage",), stage=7)
-    refused(buffer, ("0 is not a valid Stage",), stage=0)
+    for stage in (0, 7, None):
+        refused(buffer, (f"stage: got {stage}, expected one of",), stage=stage)
 
 
 def test_debug_window(buffer: SymmBuffer) -> None:
@@ -218,6 +220,7 @@ def test_role_times(buffer: SymmBuffer) -> None:
     words = ("role_times: got", "expected contiguous int64 [5]")
     refused(buffer, words, role_times=torch.zeros(4, dtype=torch.int64))
     refused(buffer, words, role_times=torch.zeros(5, dtype=torch.float32))
+    refused(buffer, words, role_times=torch.zeros(5, dtype=torch.int64, device="meta"))
 
 
 def test_a_closed_stream(buffer: SymmBuffer) -> None:
@@ -226,6 +229,25 @@ def test_a_closed_stream(buffer: SymmBuffer) -> None:
     refused(buffer, ("stream: got a closed HostStream", "expected an open one"), stream=stream)
     with pytest.raises(ValueError, match="num_workers must be at least 1, got 0"):
         HostStream(0)
+
+
+def test_more_threads_than_there_can_be() -> None:
+    """In a process of its own, with room for the stacks of few of them."""
+    script = """
+import resource
+from megamoe.targets.host import HostStream
+HostStream(2).close()
+held = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (held + (1 << 30), held + (1 << 30)))
+try:
+    HostStream(10000)
+except OSError as error:
+    print(error)
+HostStream(2).close()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "num_workers: got 10000, but the system gives no more threads\n"
 
 
 def test_what_is_no_stream_leaves_the_buffer_usable(buffer: SymmBuffer) -> None:

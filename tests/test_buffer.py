@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import re
+import signal
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -121,6 +123,42 @@ def test_weights_changed_in_place_between_launches(buffers: VirtualSymmBuffer) -
         l1.sf.mul_(0.5)
     for y, expected in zip(run_all(buffers, batches, mine), answers(CONFIG, batches, mine), strict=True):
         assert_right(y, expected)
+
+
+@pytest.mark.parametrize("change", ["freed", "shrunk", "transposed"])
+def test_weights_that_lost_their_memory_or_their_order(change: str, buffers: VirtualSymmBuffer) -> None:
+    """They are the same tensors as in the launch before, at the same address but where it is gone."""
+    batches, weights = draw_batches(CONFIG, [12, 12]), draw_weights(CONFIG)
+    l1 = L1Weights(weights[0][0].weight.clone(), weights[0][0].sf.clone())
+    run_all(buffers, batches, [(l1, weights[0][1]), weights[1]])
+    if change == "transposed":
+        l1.weight.transpose_(1, 2)
+    else:
+        l1.weight.untyped_storage().resize_(0 if change == "freed" else 16)
+    y = batches[0].fill(buffers.ranks[0])
+    with pytest.raises(ValueError, match=r"l1_weights.* got|bytes of memory"):
+        megamoe.fp8_mega_moe(y, l1, weights[0][1], buffers.ranks[0])
+    y.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match=r"y: got .* with 0 bytes of memory, expected"):
+        megamoe.fp8_mega_moe(y, *weights[0], buffers.ranks[0])
+    assert_works(buffers)
+
+
+def test_ctrl_c_ends_the_wait_for_a_launch() -> None:
+    buffers = open_buffer(VirtualGroup(2), CONFIG, timeout_s=60)
+    batches, weights = draw_batches(CONFIG, [5, 5]), draw_weights(CONFIG)
+    ys = [batch.fill(buffer) for batch, buffer in zip(batches, buffers.ranks, strict=True)]
+    megamoe.fp8_mega_moe(ys[0], *weights[0], buffers.ranks[0])  # waits for the other rank
+    started = time.monotonic()
+    interrupt = threading.Timer(0.3, signal.raise_signal, [signal.SIGINT])
+    interrupt.start()
+    with pytest.raises(KeyboardInterrupt):
+        buffers.ranks[0].check()
+    assert time.monotonic() - started < 30
+    megamoe.fp8_mega_moe(ys[1], *weights[1], buffers.ranks[1])
+    buffers.check()
+    assert_right(ys[0], answers(CONFIG, batches, weights)[0])
+    buffers.close()
 
 
 def test_several_buffers_and_configs_at_once() -> None:

@@ -246,6 +246,13 @@ def test_a_full_disk_is_told_and_leaves_the_old_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [output]
 
 
+def test_output_goes_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "there")
+    layer_run.save_output(tmp_path / "link", torch.ones(2, 4), Routing(torch.zeros(2, 2), torch.zeros(2, 2)))
+    assert (tmp_path / "link").is_symlink()
+    assert torch.equal(load_file(tmp_path / "there")["y"], torch.ones(2, 4))
+
+
 @pytest.mark.parametrize(
     ("edit", "arguments", "layer", "words"),
     [

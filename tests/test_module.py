@@ -129,6 +129,7 @@ def test_what_it_refuses(layer: MegaMoE) -> None:
     x, ids, w = batch(6, 6)
     shared: SymmBuffer = layer.sym_buffer
     nothing: Any = None
+    opened: Any = megamoe.get_symm_buffer_for_mega_moe(VirtualGroup(1), EXPERTS, CAPACITY, TOPK, HIDDEN, INTERMEDIATE)
     calls: dict[str, Any] = {
         "x: got": lambda: layer(x[:, 1:], ids, w),
         "topk_idx: got": lambda: layer(x, ids[1:], w),
@@ -142,12 +143,47 @@ def test_what_it_refuses(layer: MegaMoE) -> None:
         "l1_weights.weight": lambda: MegaMoE(natural(0, 2), shared),
         "weights: got NoneType, expected": lambda: MegaMoE(nothing, shared),
         "topk_idx: got int64": lambda: layer(x[0], torch.tensor(1), torch.tensor(1.0)),
+        "group: got a VirtualSymmBuffer": lambda: MegaMoE(natural(0), opened),
+        "x: got a tensor that requires grad": lambda: layer(x.clone().requires_grad_(), ids, w),
+        "topk_weights: got a tensor that requires grad": lambda: layer(x, ids, w.clone().requires_grad_()),
         "routed_scaling_factor": lambda: shared.fill(x, ids, w, routed_scaling_factor=float("nan")),
     }
     for words, call in calls.items():
         with pytest.raises(ValueError, match=words):
             call()
-    assert layer(x, ids, w).isfinite().all()
+    opened.close()
+    with torch.no_grad():
+        assert layer(x.clone().requires_grad_(), ids, w).isfinite().all()
+
+
+class Residual(torch.nn.Module):
+    def __init__(self, moe: MegaMoE) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(HIDDEN, HIDDEN, dtype=torch.bfloat16)
+        self.moe = moe
+
+    def forward(self, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
+        answer: Tensor = self.moe(self.linear(x), ids, w)
+        return answer + x
+
+
+@torch.no_grad()
+def test_torch_compile_leaves_it_alone(layer: MegaMoE) -> None:
+    model, inputs = Residual(layer), batch(8, 5)
+    for plain in (layer, model):
+        compiled = torch.compile(plain, backend="aot_eager")
+        for _ in range(2):
+            assert torch.equal(compiled(*inputs), plain(*inputs))
+
+    def by_functions(x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
+        layer.sym_buffer.fill(x + 0, ids, w)
+        y = torch.empty_like(x)
+        l1, l2 = transformed(layer)
+        megamoe.fp8_mega_moe(y, l1, l2, layer.sym_buffer)
+        layer.sym_buffer.check()
+        return y + 0
+
+    assert torch.equal(torch.compile(by_functions, backend="aot_eager")(*inputs), layer(*inputs))
 
 
 def test_a_fault_is_raised_where_the_call_waits(layer: MegaMoE) -> None:

@@ -1,5 +1,6 @@
 // C entry points of the host target, called from Python by ctypes.
 #include <chrono>
+#include <system_error>
 
 #include "stream.hpp"
 
@@ -18,7 +19,12 @@ void* megamoe_rank_create(const Problem* problem, const BufferLayout* layout, ui
 }
 void megamoe_rank_destroy(void* rank) { delete static_cast<Rank*>(rank); }
 
-void* megamoe_stream_create(uint32_t num_workers) { return new Stream(num_workers); }
+// Null where the system gives not so many threads.
+void* megamoe_stream_create(uint32_t num_workers) try {
+  return new Stream(num_workers);
+} catch (const std::system_error&) {
+  return nullptr;
+}
 // Ends the workers after the launches that were submitted.
 void megamoe_stream_destroy(void* stream) { delete static_cast<Stream*>(stream); }
 

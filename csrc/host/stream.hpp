@@ -47,18 +47,17 @@ inline void run_worker(const Rank& rank, const LaunchArguments& launch, uint32_t
 
 class Stream {
  public:
+  // Throws std::system_error where the system gives no more threads.
   explicit Stream(uint32_t num_workers) {
-    for (uint32_t worker = 0; worker < num_workers; ++worker)
-      workers_.emplace_back([this, worker, num_workers] { work(worker, num_workers); });
-  }
-  ~Stream() {
-    {
-      const std::lock_guard lock(mutex_);
-      closing_ = true;
+    try {
+      for (uint32_t worker = 0; worker < num_workers; ++worker)
+        workers_.emplace_back([this, worker, num_workers] { work(worker, num_workers); });
+    } catch (...) {
+      close();
+      throw;
     }
-    changed_.notify_all();
-    for (std::thread& worker : workers_) worker.join();
   }
+  ~Stream() { close(); }
 
   // Returns the ticket to wait for.
   uint64_t launch(const Rank* rank, const LaunchArguments& arguments) {
@@ -75,6 +74,15 @@ class Stream {
   }
 
  private:
+  void close() {
+    {
+      const std::lock_guard lock(mutex_);
+      closing_ = true;
+    }
+    changed_.notify_all();
+    for (std::thread& worker : workers_) worker.join();
+  }
+
   struct Item {
     const Rank* rank;
     LaunchArguments arguments;

@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -34,6 +35,7 @@ ROLE_NAMES = ("dispatch", "table", "pull", "tiles", "combine")
 # Native code is safe here: sums have a fixed order whatever the vector width, and the cache key holds the CPU's flags.
 _OPTIONS = ("-march=native", "-Wall", "-Wextra")
 _FOREVER_NS = 365 * 24 * 3600 * 10**9
+_SIGNALS_NS = 100 * 10**6  # a wait returns so often to have Ctrl-C heard
 
 
 def include_dirs() -> list[Any]:
@@ -204,6 +206,8 @@ class HostStream:
             raise ValueError(f"num_workers must be at least 1, got {num_workers}")
         self._library = library()
         self._handle: int | None = self._library.megamoe_stream_create(num_workers)
+        if self._handle is None:
+            raise OSError(f"num_workers: got {num_workers}, but the system gives no more threads")
         self._pid = os.getpid()
         self._changed = threading.Condition()
         self._num_waiting = 0
@@ -231,7 +235,12 @@ class HostStream:
                 return True
             self._num_waiting += 1
         try:
-            return bool(self._library.megamoe_wait(self._handle, ticket, timeout_ns))
+            until = time.monotonic_ns() + timeout_ns
+            while not self._library.megamoe_wait(self._handle, ticket, min(timeout_ns, _SIGNALS_NS)):
+                timeout_ns = until - time.monotonic_ns()
+                if timeout_ns <= 0:
+                    return False
+            return True
         finally:
             with self._changed:
                 self._num_waiting -= 1
