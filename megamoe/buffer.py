@@ -233,6 +233,11 @@ class SymmBuffer:
         self._require_open()
         return int(_region_view(self._rank.memory, self.layout["epoch"])[0].item())
 
+    def __getstate__(self) -> object:
+        raise TypeError(
+            "a SymmBuffer is memory that ranks share: it is not copied or pickled; of a MegaMoE keep the state_dict()"
+        )
+
     # --- inputs --------------------------------------------------------------------------------------------------
 
     @untraced

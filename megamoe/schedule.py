@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from megamoe.config import SCALE_BLOCK
 
@@ -35,13 +35,16 @@ def override_schedule(schedule: Schedule, text: str | None = None) -> Schedule:
     """Apply ``block_m=64,l2_block_n=128`` (by default the text of MEGAMOE_CONFIG) to a schedule.
 
     Raises:
-        ValueError: an entry is not ``name=integer`` with a name of Schedule.
+        ValueError: an entry is not ``name=integer`` with a name of Schedule, or there are two for a name.
     """
     text = os.environ.get("MEGAMOE_CONFIG", "") if text is None else text
-    values = {field.name: getattr(schedule, field.name) for field in fields(schedule)}
+    names = sorted(field.name for field in fields(schedule))
+    given: dict[str, int] = {}
     for entry in filter(None, (part.strip() for part in text.split(","))):
         name, _, value = entry.partition("=")
-        if name not in values or not value.isdecimal():
-            raise ValueError(f"MEGAMOE_CONFIG: got {entry!r}, expected NAME=INTEGER with a name of {sorted(values)}")
-        values[name] = int(value)
-    return Schedule(**values)
+        if name not in names or not value.isdecimal():
+            raise ValueError(f"MEGAMOE_CONFIG: got {entry!r}, expected NAME=INTEGER with a name of {names}")
+        if name in given:
+            raise ValueError(f"MEGAMOE_CONFIG: got {name} twice, expected it once")
+        given[name] = int(value)
+    return replace(schedule, **given)

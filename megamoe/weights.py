@@ -123,7 +123,8 @@ def check_transformed_weights(config: MegaMoEConfig, l1_weights: L1Weights, l2_w
             )
         if tensor.data_ptr() % ALIGNMENT_BYTES:
             raise ValueError(
-                f"{name}: got address {tensor.data_ptr():#x}, expected a multiple of {ALIGNMENT_BYTES} bytes"
+                f"{name}: got address {tensor.data_ptr():#x}, expected a multiple of {ALIGNMENT_BYTES} bytes "
+                "(a clone() has one)"
             )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -154,6 +156,12 @@ def test_what_it_refuses(layer: MegaMoE) -> None:
     opened.close()
     with torch.no_grad():
         assert layer(x.clone().requires_grad_(), ids, w).isfinite().all()
+
+
+def test_a_copy_says_what_to_keep_instead(layer: MegaMoE) -> None:
+    for make in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"a SymmBuffer is memory that ranks share: .*state_dict\(\)"):
+            make(layer)
 
 
 class Residual(torch.nn.Module):

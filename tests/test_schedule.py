@@ -49,6 +49,12 @@ def test_a_bad_override_is_named(text: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert "block_m" in str(error.value)
 
 
+def test_a_name_twice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGAMOE_CONFIG", "block_m=64,l2_block_n=128,block_m=32")
+    with pytest.raises(ValueError, match="MEGAMOE_CONFIG: got block_m twice, expected it once"):
+        megamoe.make_config(2, 4, 8, 2, 128, 128)
+
+
 def test_an_override_is_checked_like_any_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGAMOE_CONFIG", "block_m=48")
     with pytest.raises(ValueError, match=r"block_m must be one of \(32, 64, 128\), got 48"):
