@@ -29,7 +29,7 @@ class WaitFor(enum.IntEnum):
 
     NOTHING = 0
     ROUTES = 1
-    LIST_BASES = 2
+    ROUTE_CHUNKS = 2
     TABLE = 3
     ROWS = 4
     L1_TILES = 5
@@ -89,7 +89,7 @@ class Fault:
                 f"{stamp}): rank {self.peer} launched late, stopped on the way, or waits for somebody itself"
             )
         what = {
-            WaitFor.LIST_BASES: (
+            WaitFor.ROUTE_CHUNKS: (
                 f"all its route chunks to be counted ({self.seen} of {self.expected}), to list chunk {self.index}"
             ),
             WaitFor.TABLE: "its own block table",

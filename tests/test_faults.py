@@ -92,7 +92,7 @@ def fault(kind: FaultKind, wait: WaitFor = WaitFor.NOTHING, **values: int) -> Fa
             "rank 2 waited 5.0 s in epoch 41 for its own block table: a worker of this rank stopped on the way",
         ),
         (
-            fault(FaultKind.TIMEOUT, WaitFor.LIST_BASES, index=4, expected=6, seen=5),
+            fault(FaultKind.TIMEOUT, WaitFor.ROUTE_CHUNKS, index=4, expected=6, seen=5),
             (
                 "rank 2 waited 5.0 s in epoch 41 for all its route chunks to be counted (5 of 6), to list chunk 4: a "
                 "worker of this rank stopped on the way"

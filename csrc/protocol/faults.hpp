@@ -6,7 +6,7 @@ namespace megamoe {
 
 // Numbers are part of the record; megamoe/faults.py has the words for them.
 enum class FaultKind : uint32_t { input = 1, overflow, timeout, in_use, token_count };
-enum class WaitFor : uint32_t { nothing = 0, routes = 1, list_bases, table, rows, l1_tiles, expert_done };
+enum class WaitFor : uint32_t { nothing = 0, routes = 1, route_chunks, table, rows, l1_tiles, expert_done };
 
 struct Fault {
   FaultKind kind;

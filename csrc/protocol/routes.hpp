@@ -271,7 +271,7 @@ MEGAMOE_FN bool list_chunk(const Context& context, Team& team, uint32_t chunk, u
       const uint32_t chunks = num_route_chunks(context);
       return wait_until(context, DeviceRef<uint32_t>(*context.claim_word(Claim::counted_chunks)),
                         [&](uint32_t seen) { return seen == chunks; },
-                        {FaultKind::timeout, WaitFor::list_bases, context.rank, chunk, chunks, 0, 0})
+                        {FaultKind::timeout, WaitFor::route_chunks, context.rank, chunk, chunks, 0, 0})
           .reached;
     });
     if (!counted) return false;
