@@ -4,8 +4,8 @@ Output goes to ``rank<r>.log`` in MEGAMOE_RUN_DIR, SIGUSR1 (and the SIGTERM of t
 the rank dies with its parent, and two small files tell the supervisor which process the rank is and how it ended. Then
 the script runs as if it had been started by name.
 
-torchrun terminates the other ranks as soon as it sees one dead. They hold what tells why it died, so SIGTERM does not
-end them: the supervisor does, once the step is explained.
+torchrun terminates the other ranks as soon as it sees one dead. They hold what tells why it died, so under torchrun
+SIGTERM does not end a rank: the supervisor does, once the step is explained.
 """
 
 from __future__ import annotations
@@ -109,6 +109,7 @@ def main(arguments: list[str]) -> int:
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         faulthandler.register(signal.SIGTERM, file=2, all_threads=True)
+        # What the script forks must still end at SIGTERM.
         os.register_at_fork(after_in_child=lambda: faulthandler.unregister(signal.SIGTERM))
     key = own_key()
     write_whole(pid_file(folder, rank), f"{key.pid} {key.start_ticks}")

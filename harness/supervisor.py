@@ -121,7 +121,7 @@ def _wait_for_end(
         bundle.note_ends(statuses)
         ranks.look()
         if ranks.broken and not bundle.is_under_way:
-            ranks.end_others()
+            ranks.end_after_broken()
         elapsed = time.monotonic() - start
         if root.pid in statuses:
             root.returncode = statuses[root.pid]

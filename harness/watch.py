@@ -1,4 +1,5 @@
-"""Looks at a step's processes while it runs: who they are, how much memory they take, which ranks are still there."""
+"""Looks at a step's processes while it runs: who they are, how much memory they take, which ranks are still there.
+Ranks that live on after a broken one are ended here."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from harness.rank import exit_file, fault_file, log_file, pid_file
 SAMPLE_S = 0.25
 HOLDINGS_S = 1.0
 FINALIZE_S = 2.0
-"""What a rank has for its own end after its script's, once another one is broken."""
+"""What ranks have to end by themselves, once one ended with an error."""
 MAX_SAMPLING_SHARE = 0.05
 PROCESSES_FILE = "processes.jsonl"
 
@@ -110,7 +111,7 @@ class Deaths:
 
 class Ranks:
     """The ranks of a step by the files they leave. On the first trouble they are asked for their stacks, and
-    ``explain`` is called, once."""
+    ``explain`` is called, once; those that live on after a broken one are killed."""
 
     def __init__(
         self, folder: Path, num_ranks: int, say: Callable[[str], None], explain: Callable[[Trouble], None]
@@ -123,7 +124,7 @@ class Ranks:
         self._keys: dict[int, ProcessKey] = {}
         self._ended: set[int] = set()
         self._killed: set[int] = set()
-        self._others_end_at = 0.0
+        self._end_at = 0.0
         self._deaths = Deaths()
         self._has_trouble = False
 
@@ -159,7 +160,7 @@ class Ranks:
     def _in_order_of_their_ends(self, dead: list[int]) -> list[int]:
         """The newly ended: ``dead``, in the order of their deaths, and those that live on after the end of their
         script. Of two that reached their end, the one that did so first comes first, whoever took longer to die. (One
-        that did not was killed, by itself or by the launcher because another rank was dead: there deaths tell.)"""
+        that did not was killed, by itself or because another rank was broken: there deaths tell.)"""
         lingering = [rank for rank in self._keys if rank not in dead and exit_file(self._folder, rank).exists()]
         ended = [rank for rank in (*dead, *lingering) if rank not in self._ended]
         ends = {rank: path.stat().st_mtime_ns for rank in ended if (path := exit_file(self._folder, rank)).exists()}
@@ -176,12 +177,17 @@ class Ranks:
         if others := self._keys.keys() - self._ended:
             self._note_trouble(f"rank {rank} ended {how}", others, ended_by_itself=path.exists())
 
-    def end_others(self) -> None:
-        """Kill the ranks that live on after one is broken: at once, but those whose script has ended, which may still
-        print their error, after a while. The launcher only asks them to end, and they do not hear it (rank.py)."""
-        self._others_end_at = self._others_end_at or time.monotonic() + FINALIZE_S
-        for rank in self._keys.keys() - self._killed - {self.broken[0]}:
-            if rank in self._ended and time.monotonic() < self._others_end_at:
+    def end_after_broken(self) -> None:
+        """Kill the ranks that live on after one is broken; the launcher only asks them to, which they do not hear
+        (rank.py). After a signal that is at once. A rank whose script ended, and after it all others, has some time to
+        print its error and to end: then the launcher names the right one."""
+        if len(self._keys) == 1:
+            return  # no launcher waits for it
+        now = time.monotonic()
+        self._end_at = self._end_at or now + FINALIZE_S
+        by_itself = exit_file(self._folder, self.broken[0]).exists()
+        for rank in self._keys.keys() - self._killed:
+            if (by_itself or rank in self._ended) and now < self._end_at:
                 continue
             self._killed.add(rank)
             if processes.send_signal(self._keys[rank], signal.SIGKILL):

@@ -273,7 +273,7 @@ def _number_of_stage(stage: Stage) -> int:
     try:
         return int(Stage(stage))
     except ValueError as error:
-        raise ValueError(f"stage: got {stage!r}, expected one of {[str(each) for each in Stage]}") from error
+        raise ValueError(f"stage: got {stage!r}, expected one of {', '.join(map(repr, Stage))}") from error
 
 
 def _check_buffer(sym_buffer: object) -> None:
@@ -328,6 +328,7 @@ def _check_y(y: Tensor, num_tokens: int | Tensor | None, sym_buffer: SymmBuffer)
             raise ValueError(
                 f"num_tokens: got {describe(num_tokens)}, expected one int32 on the buffer's device {device}"
             )
+        check_memory("num_tokens", num_tokens)
         return rows
     if isinstance(num_tokens, bool) or not isinstance(num_tokens, int) or not 0 <= num_tokens <= rows:
         raise ValueError(f"num_tokens: got {num_tokens!r}, expected 0 to y.shape[0] = {rows}")
@@ -363,6 +364,7 @@ def _check_stats(stats: Tensor, sym_buffer: SymmBuffer) -> None:
             f"cumulative_local_expert_recv_stats: got {describe(stats)}, expected contiguous int32 {list(shape)} on "
             f"{sym_buffer.device}"
         )
+    check_memory("cumulative_local_expert_recv_stats", stats)
 
 
 def _address_of_role_times(role_times: Tensor, device: torch.device) -> int:
@@ -375,6 +377,7 @@ def _address_of_role_times(role_times: Tensor, device: torch.device) -> int:
         or role_times.device != device
     ):
         raise ValueError(f"role_times: got {describe(role_times)}, expected contiguous int64 [{roles}] on {device}")
+    check_memory("role_times", role_times)
     return role_times.data_ptr()
 
 

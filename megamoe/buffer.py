@@ -97,7 +97,7 @@ _Layouts = tuple[tuple[torch.Size, tuple[int, ...]], ...]
 
 
 def _layouts(first: Tensor, second: Tensor, third: Tensor, fourth: Tensor) -> _Layouts:
-    return (
+    return (  # in a call's path: a loop costs more
         (first.shape, first.stride()),
         (second.shape, second.stride()),
         (third.shape, third.stride()),
@@ -235,7 +235,8 @@ class SymmBuffer:
 
     def __getstate__(self) -> object:
         raise TypeError(
-            "a SymmBuffer is memory that ranks share: it is not copied or pickled; of a MegaMoE keep the state_dict()"
+            "a SymmBuffer is memory that ranks share: it is not copied or pickled; to copy a MegaMoE "
+            "copy its state_dict()"
         )
 
     # --- inputs --------------------------------------------------------------------------------------------------
@@ -269,13 +270,13 @@ class SymmBuffer:
         """
         self._require_open()
         device, config = self.device, self.config
-        has_backward = torch.is_grad_enabled()
+        records_gradients = torch.is_grad_enabled()
         for name, tensor in (("x", x), ("topk_idx", topk_idx), ("topk_weights", topk_weights)):
             if not isinstance(tensor, Tensor) or tensor.device != device:
                 raise ValueError(f"{name}: got {describe(tensor)}, expected a tensor on the buffer's {device}")
             if tensor.layout is not torch.strided:
                 raise ValueError(f"{name}: got {describe(tensor)} of layout {tensor.layout}, expected a dense tensor")
-            if has_backward and tensor.requires_grad:
+            if records_gradients and tensor.requires_grad:
                 raise ValueError(f"{name}: got a tensor that requires grad, expected a call under torch.no_grad()")
             check_memory(name, tensor)
         tokens, columns = x.shape if x.dim() == 2 else (-1, -1)
@@ -530,6 +531,7 @@ def open_buffers(
 
     Raises:
         ValueError: the ranks disagree about the config, or an option of this or another rank is out of range.
+        OSError: a rank got no memory or, on the host target, no threads.
     """
     inner = as_group(group)
     try:

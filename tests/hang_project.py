@@ -71,10 +71,11 @@ dist.barrier()
 
 def die_after_the_peer_is_told_to_end():
     folder = os.environ["MEGAMOE_RUN_DIR"]
-    while "launched" not in open(f"{{folder}}/rank0.log").read():
-        time.sleep(0.01)
-    time.sleep(0.2)  # until it waits for this rank
-    os.kill(int(open(f"{{folder}}/rank0.pid").read().split()[0]), signal.SIGTERM)
+    peer = int(open(f"{{folder}}/rank0.pid").read().split()[0])
+    while "in synchronize" not in open(f"{{folder}}/rank0.log").read():  # until it waits for this rank
+        os.kill(peer, signal.SIGUSR1)  # asks for its stacks
+        time.sleep(0.05)
+    os.kill(peer, signal.SIGTERM)
     time.sleep(0.2)
     os.kill(os.getpid(), signal.SIGKILL)
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -125,8 +126,15 @@ def test_weights_changed_in_place_between_launches(buffers: VirtualSymmBuffer) -
         assert_right(y, expected)
 
 
-@pytest.mark.parametrize("change", ["freed", "shrunk", "transposed"])
-def test_weights_that_lost_their_memory_or_their_order(change: str, buffers: VirtualSymmBuffer) -> None:
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("freed", "l1_weights.weight: got .* with 0 bytes of memory"),
+        ("shrunk", "l1_weights.weight: got .* with 16 bytes of memory"),
+        ("transposed", r"l1_weights weight: got float8_e4m3fn \[2, 128, 256\]"),
+    ],
+)
+def test_weights_that_lost_their_memory_or_their_order(change: str, words: str, buffers: VirtualSymmBuffer) -> None:
     """They are the same tensors as in the launch before, at the same address but where it is gone."""
     batches, weights = draw_batches(CONFIG, [12, 12]), draw_weights(CONFIG)
     l1 = L1Weights(weights[0][0].weight.clone(), weights[0][0].sf.clone())
@@ -136,11 +144,38 @@ def test_weights_that_lost_their_memory_or_their_order(change: str, buffers: Vir
     else:
         l1.weight.untyped_storage().resize_(0 if change == "freed" else 16)
     y = batches[0].fill(buffers.ranks[0])
-    with pytest.raises(ValueError, match=r"l1_weights.* got|bytes of memory"):
+    with pytest.raises(ValueError, match=words):
         megamoe.fp8_mega_moe(y, l1, weights[0][1], buffers.ranks[0])
     y.untyped_storage().resize_(0)
     with pytest.raises(ValueError, match=r"y: got .* with 0 bytes of memory, expected"):
         megamoe.fp8_mega_moe(y, *weights[0], buffers.ranks[0])
+    assert_works(buffers)
+
+
+def test_without_threads_no_memory_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_more(num_workers: int) -> None:
+        raise OSError("no more threads")
+
+    def descriptors() -> list[str]:
+        return sorted(os.listdir("/proc/self/fd"))
+
+    before = descriptors()
+    monkeypatch.setattr("megamoe.targets.host.HostStream", no_more)
+    with pytest.raises(OSError, match="no more threads"):
+        open_buffer(VirtualGroup(2), CONFIG)
+    assert descriptors() == before
+
+
+@pytest.mark.parametrize("name", ["cumulative_local_expert_recv_stats", "num_tokens", "role_times"])
+def test_small_arguments_that_lost_their_memory(name: str, buffers: VirtualSymmBuffer) -> None:
+    """Their address would say that there is none."""
+    (batch, _), weights = draw_batches(CONFIG, [5, 5]), draw_weights(CONFIG)
+    size, dtype = {"num_tokens": (1, torch.int32), "role_times": (5, torch.int64)}.get(name, (2, torch.int32))
+    lost: Any = torch.zeros(size, dtype=dtype)
+    lost.untyped_storage().resize_(0)
+    y = batch.fill(buffers.ranks[0])
+    with pytest.raises(ValueError, match=f"{name}: got .* with 0 bytes of memory"):
+        megamoe.launch_mega_moe(y, *weights[0], buffers.ranks[0], **{name: lost})
     assert_works(buffers)
 
 
@@ -151,9 +186,10 @@ def test_ctrl_c_ends_the_wait_for_a_launch() -> None:
     megamoe.fp8_mega_moe(ys[0], *weights[0], buffers.ranks[0])  # waits for the other rank
     started = time.monotonic()
     interrupt = threading.Timer(0.3, signal.raise_signal, [signal.SIGINT])
-    interrupt.start()
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012 (it may come at once)
+        interrupt.start()
         buffers.ranks[0].check()
+    interrupt.join()
     assert time.monotonic() - started < 30
     megamoe.fp8_mega_moe(ys[1], *weights[1], buffers.ranks[1])
     buffers.check()

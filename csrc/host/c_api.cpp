@@ -1,5 +1,6 @@
 // C entry points of the host target, called from Python by ctypes.
 #include <chrono>
+#include <new>
 #include <system_error>
 
 #include "stream.hpp"
@@ -19,10 +20,12 @@ void* megamoe_rank_create(const Problem* problem, const BufferLayout* layout, ui
 }
 void megamoe_rank_destroy(void* rank) { delete static_cast<Rank*>(rank); }
 
-// Null where the system gives not so many threads.
+// Null where the system gives no more threads, or no memory for them.
 void* megamoe_stream_create(uint32_t num_workers) try {
   return new Stream(num_workers);
 } catch (const std::system_error&) {
+  return nullptr;
+} catch (const std::bad_alloc&) {
   return nullptr;
 }
 // Ends the workers after the launches that were submitted.

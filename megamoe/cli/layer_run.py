@@ -245,19 +245,22 @@ def _oracle(config: MegaMoEConfig, everyone: Sequence[RankInputs], weights: Mapp
 
 
 def save_output(given: Path, y: Tensor, routing: Routing) -> None:
-    """Write y and the routes as a safetensors file, whole or not at all. Raises ValueError, also for a full disk.
+    """Write y (bf16 [tokens, hidden]) and its routes ([tokens, num_topk] each) as a safetensors file, whole or not at
+    all. Raises ValueError, also for a full disk.
 
     Not ``save_file``: it says nothing of what a full disk does not take. Not in place: the file of an earlier run may
     be mapped.
     """
     content = save({"y": y, "topk_idx": routing.topk_idx, "topk_weights": routing.topk_weights})
-    path = given.resolve()  # through links
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_bytes(content)
-        temporary.replace(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
+        path = given.resolve()  # through links
+        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        try:
+            temporary.write_bytes(content)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
         raise ValueError(f"--output {given}: {error}") from error
 
 

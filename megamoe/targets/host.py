@@ -35,7 +35,7 @@ ROLE_NAMES = ("dispatch", "table", "pull", "tiles", "combine")
 # Native code is safe here: sums have a fixed order whatever the vector width, and the cache key holds the CPU's flags.
 _OPTIONS = ("-march=native", "-Wall", "-Wextra")
 _FOREVER_NS = 365 * 24 * 3600 * 10**9
-_SIGNALS_NS = 100 * 10**6  # a wait returns so often to have Ctrl-C heard
+_SIGNAL_CHECK_NS = 100 * 10**6  # the longest wait outside Python, which else would not hear Ctrl-C
 
 
 def include_dirs() -> list[Any]:
@@ -236,7 +236,7 @@ class HostStream:
             self._num_waiting += 1
         try:
             until = time.monotonic_ns() + timeout_ns
-            while not self._library.megamoe_wait(self._handle, ticket, min(timeout_ns, _SIGNALS_NS)):
+            while not self._library.megamoe_wait(self._handle, ticket, min(timeout_ns, _SIGNAL_CHECK_NS)):
                 timeout_ns = until - time.monotonic_ns()
                 if timeout_ns <= 0:
                     return False
@@ -280,12 +280,12 @@ class HostRank:
 
     device = torch.device("cpu")
 
-    def __init__(self, layout: BufferLayout, rank: int, memories: Sequence[SharedMemory], num_workers: int) -> None:
+    def __init__(self, layout: BufferLayout, rank: int, memories: Sequence[SharedMemory], stream: HostStream) -> None:
         self.layout = layout
         self.rank = rank
         self.memories = list(memories)
         self.status: Any = HOST_STATUS_STRUCT.ctype()
-        self.stream = HostStream(num_workers)
+        self.stream = stream
         self._guest_streams: list[HostStream] = []
         self._library = library()
         bases = (ctypes.c_void_p * len(memories))(*[memory.address for memory in memories])
@@ -346,7 +346,16 @@ def open_ranks(group: Group, layout: BufferLayout, max_workers: int | None = Non
 
     Args:
         max_workers: worker threads a rank may have; None: as many as the group says.
+
+    Raises:
+        OSError: a rank got no memory or no threads; on every rank.
     """
-    memories = _allocate(group, layout)
     workers = group.num_workers if max_workers is None else min(max_workers, group.num_workers)
-    return [HostRank(layout, rank, memories, workers) for rank in group.local_ranks]
+    try:
+        streams = [HostStream(workers) for _ in group.local_ranks]
+    except OSError as error:
+        if len(group.local_ranks) < group.num_ranks:
+            _all_gather_or_fail(group, group.local_ranks[0], error)  # the others must not wait for this rank
+        raise
+    memories = _allocate(group, layout)
+    return [HostRank(layout, rank, memories, stream) for rank, stream in zip(group.local_ranks, streams, strict=True)]

@@ -197,8 +197,8 @@ class FusedVariant:
 
 
 def fused_variants(max_ranks: int = MAX_RANKS) -> tuple[FusedVariant, ...]:
-    """Every build that layers of up to ``max_ranks`` ranks ask for: shapes and tiles change none, ranks that are
-    processes need those of one rank a grid, virtual ranks the others."""
+    """The builds for 1, 2, 4 and 8 ranks a grid, up to ``max_ranks``: shapes and tiles change none, ranks that are
+    processes need those of one, virtual ranks the others. Any other number of virtual ranks compiles its own."""
     return tuple(
         FusedVariant(ranks, granularity, bring_up, fast)
         for ranks in (1, 2, 4, 8)
