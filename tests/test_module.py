@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from megamoe import MegaMoE, SymmBuffer, VirtualGroup
 from megamoe.quant import quantize_activations, quantize_weights
 from megamoe.reference import RankInputs, compare, moe_layer
 
+ROOT = Path(__file__).resolve().parent.parent
 HIDDEN, INTERMEDIATE, EXPERTS, TOPK, CAPACITY = 256, 128, 4, 2, 24
 
 
@@ -162,6 +165,17 @@ def test_a_copy_says_what_to_keep_instead(layer: MegaMoE) -> None:
     for make in (copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match=r"a SymmBuffer is memory that ranks share: .*state_dict\(\)"):
             make(layer)
+
+
+def test_the_example_of_the_readme() -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(example, names)
+    config = names["layer"].sym_buffer.config
+    given = [(names["x"], names["topk_idx"], names["scores"])]
+    (expected,) = answers(config, [transformed(names["layer"])], given)
+    assert compare("y", names["y"], expected).ok
+    names["layer"].close()
 
 
 class Residual(torch.nn.Module):
