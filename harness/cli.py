@@ -290,7 +290,7 @@ def devlog(
     that run, or against whatever lies in --runs-dir when none is named."""
     try:
         if check is None:
-            typer.echo(write_entry(read_run(_run_folder(run, runs_dir)), Path.cwd()), nl=False)
+            typer.echo(write_entry(read_run(_run_folder(run, runs_dir)), Path.cwd()))
             return
         draft = check.read_text()
         folders = [_run_folder(run, runs_dir)] if run is not None else sorted(runs_dir.glob("*/"))

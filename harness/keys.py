@@ -28,10 +28,8 @@ from harness.plan import Plan, Request, Step
 from harness.results import FAILING, RESULTS_FILE
 
 _HARNESS = Path(__file__).resolve().parent
-_PACKAGES = (
-    *("torch", "numpy", "safetensors", "PyYAML", "psutil"),
-    *("nvidia-cuda-cccl", "nvidia-cuda-nvrtc", "cuda-bindings", "nvidia-nccl-cu13"),
-)
+_PACKAGES = ("torch", "numpy", "safetensors", "PyYAML", "psutil", "nvidia-cuda-cccl")
+_GPU_PACKAGES = ("nvidia-cuda-nvrtc", "cuda-bindings", "nvidia-nccl-cu13")
 _STEERING = re.compile(r"(MEGAMOE|CUDA|NCCL|TORCH|GLOO|OMP|MKL|OPENBLAS)_.*|CXX|CPATH|PYTHONPATH")
 """Variables that a step's answer may depend on."""
 _NOT_STEERING = re.compile(r"MEGAMOE_(CACHE_.*|CI|COMMIT|RUN_DIR|STEP_ID)")
@@ -57,12 +55,13 @@ def _package_version(name: str) -> str:
 
 def toolchain(machine: Machine, target: str, project_root: Path) -> dict[str, Any]:
     """Versions of what compiles and runs a target's steps, and the variables that steer them, as steps get them."""
+    packages = (*_PACKAGES, *_GPU_PACKAGES) if target == "sm90" else _PACKAGES
     compiler = shlex.split(os.environ.get("CXX", "g++")) or ["g++"]
     found: dict[str, Any] = {
         "host": machine.hostname,
         "cores": machine.num_cores,
         "python": machine.python_version,
-        "packages": {name: _package_version(name) for name in _PACKAGES},
+        "packages": {name: _package_version(name) for name in packages},
         "c++": _command_output([*compiler, "--version"]),
         "environment": {
             name: value

@@ -246,6 +246,15 @@ def test_a_full_disk_is_told_and_leaves_the_old_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [output]
 
 
+def test_the_limit_of_waits_is_the_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_checkpoint(tmp_path, random_layer("deepseek_v3"), fp8=True)
+    monkeypatch.setenv("MEGAMOE_TIMEOUT_S", "soon")
+    result = CliRunner().invoke(app, ["run", "--checkpoint", str(folder), "--layer", str(LAYER), "--target", "host"])
+    assert result.exit_code == 2, result.output
+    assert "MEGAMOE_TIMEOUT_S: got 'soon', expected seconds" in result.stderr
+    assert invoke(folder).exit_code == 0  # --timeout-s 30
+
+
 def test_output_goes_through_a_link(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "there")
     layer_run.save_output(tmp_path / "link", torch.ones(2, 4), Routing(torch.zeros(2, 2), torch.zeros(2, 2)))
@@ -429,6 +438,11 @@ def test_layout_command() -> None:
     result = CliRunner().invoke(app, ["layout", "--ranks", "2", "--experts", "16", "--tokens", "8", "--hidden", "256"])
     assert result.exit_code == 0, result.output
     assert "expert_done" in result.stdout
+    narrow = CliRunner().invoke(app, ["layout", "--block-m", "32"])
+    assert narrow.exit_code == 0, narrow.output
+    by_variable = CliRunner().invoke(app, ["layout"], env={"MEGAMOE_CONFIG": "block_m=32"})
+    assert by_variable.stdout == narrow.stdout != CliRunner().invoke(app, ["layout"]).stdout
+    assert CliRunner().invoke(app, ["layout"], env={"MEGAMOE_CONFIG": "rows=1"}).exit_code == 2
     wrong = CliRunner().invoke(app, ["layout", "--experts", "15"])
     assert wrong.exit_code == 2
     assert wrong.stderr.startswith("megamoe layout: error: num_experts")

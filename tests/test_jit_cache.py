@@ -316,6 +316,8 @@ def test_bad_size_bound(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGAMOE_CACHE_MAX_BYTES", text)
     with pytest.raises(ValueError, match=f"MEGAMOE_CACHE_MAX_BYTES is {text!r}; expected a whole number of bytes"):
         cache_max_bytes()
+    with pytest.raises(ValueError, match="MEGAMOE_CACHE_MAX_BYTES"):  # at every call, not only one that builds
+        cache.get_or_build("name", {}, "file", lambda folder, scratch: "")
 
 
 def test_bad_name() -> None:

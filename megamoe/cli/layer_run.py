@@ -51,7 +51,7 @@ class LayerRun:
     seed: int = 0
     target: str = "host"
     accumulate: Accumulate = "fp32"
-    timeout_s: float = 300.0
+    timeout_s: float | None = None
 
 
 @dataclass(frozen=True)

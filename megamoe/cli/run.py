@@ -39,7 +39,9 @@ def run(
     accumulate: Annotated[
         Accumulate, typer.Option(help="How sums are made on sm90: fp32, or fast, with twice the bounds.")
     ] = "fp32",
-    timeout_s: Annotated[float, typer.Option(help="Seconds a rank waits for another one.")] = 300.0,
+    timeout_s: Annotated[
+        float | None, typer.Option(help="Seconds a rank waits for another one; MEGAMOE_TIMEOUT_S, else 300.")
+    ] = None,
 ) -> None:
     """Runs one MoE layer of a Hugging Face checkpoint (DeepSeek-V3/R1, Qwen3-MoE) and compares it with the oracle.
 

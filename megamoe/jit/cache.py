@@ -86,10 +86,11 @@ def get_or_build(
     ingredients: everything that the result depends on, as JSON can write it; the key is its SHA-256.
     file_name: the artifact's name in its folder.
     build(folder, scratch): writes the artifact to folder / file_name and returns the log; `scratch` is thrown away.
-    Raises CompileError (from `build`), ValueError for a bad name, OSError where the cache cannot be written.
+    Raises CompileError (from `build`), ValueError for a bad name or bound, OSError where the cache cannot be written.
     """
     if not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
         raise ValueError(f"name is {name!r}; expected letters, digits, '_', '.', '-': it names a folder of the cache")
+    max_bytes = cache_max_bytes()
     canonical = json.dumps({"schema": _SCHEMA, "name": name, **ingredients}, sort_keys=True)
     key = hashlib.sha256(canonical.encode()).hexdigest()[:40]
     root = cache_dir()
@@ -113,7 +114,7 @@ def get_or_build(
         built = _load(entry, file_name, cached=False)
     if built is None:
         raise OSError(f"{entry} was written and does not read back as written: is the disk full or failing?")
-    _evict(root, cache_max_bytes())
+    _evict(root, max_bytes)
     return built
 
 
