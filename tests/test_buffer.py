@@ -179,6 +179,15 @@ def test_small_arguments_that_lost_their_memory(name: str, buffers: VirtualSymmB
     assert_works(buffers)
 
 
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    """SIGINT as a terminal's program has it; it is ignored in what a shell starts in the background, CI say."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interrupts")
 def test_ctrl_c_ends_the_wait_for_a_launch() -> None:
     buffers = open_buffer(VirtualGroup(2), CONFIG, timeout_s=60)
     batches, weights = draw_batches(CONFIG, [5, 5]), draw_weights(CONFIG)
