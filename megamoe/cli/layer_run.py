@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -27,6 +26,7 @@ from megamoe.cli.report import (
     slowest,
 )
 from megamoe.config import Accumulate, MegaMoEConfig
+from megamoe.files import written_whole
 from megamoe.reference import RankInputs, compare, moe_layer
 from megamoe.routing import Routing, count_routes, route
 from megamoe.targets import get_target
@@ -253,13 +253,8 @@ def save_output(given: Path, y: Tensor, routing: Routing) -> None:
     """
     content = save({"y": y, "topk_idx": routing.topk_idx, "topk_weights": routing.topk_weights})
     try:
-        path = given.resolve()  # through links
-        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-        try:
+        with written_whole(given.resolve()) as temporary:  # through links
             temporary.write_bytes(content)
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
     except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
         raise ValueError(f"--output {given}: {error}") from error
 

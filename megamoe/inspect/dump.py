@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megamoe.config import MegaMoEConfig, Stage
+from megamoe.files import written_whole
 from megamoe.inspect.image import Image, NotSaved
 from megamoe.layout import ITEM_BYTES, Region
 
@@ -139,18 +139,16 @@ def write_dump(
         "extras": {name: [extra.dtype, extra.shape] for name, extra in (extras or {}).items()},
         "checksums": dict(checksums or {}),
     }
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    try:
-        with zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED, compresslevel=_COMPRESSION_LEVEL) as archive:
-            archive.writestr(ABOUT, json.dumps(about, indent=1))
-            for region in image.layout.regions:
-                if region.name not in omitted:
-                    archive.writestr(f"region/{region.name}", image.region_bytes(region.name))
-            for name, extra in (extras or {}).items():
-                archive.writestr(f"extra/{name}", extra.content)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with (
+        written_whole(path) as temporary,
+        zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED, compresslevel=_COMPRESSION_LEVEL) as archive,
+    ):
+        archive.writestr(ABOUT, json.dumps(about, indent=1))
+        for region in image.layout.regions:
+            if region.name not in omitted:
+                archive.writestr(f"region/{region.name}", image.region_bytes(region.name))
+        for name, extra in (extras or {}).items():
+            archive.writestr(f"extra/{name}", extra.content)
 
 
 def _too_large(image: Image) -> dict[str, int]:
