@@ -33,7 +33,7 @@ from megamoe.inspect.dump import LaunchFacts, load_dump, load_group, write_dump
 from megamoe.inspect.image import NotSaved
 from megamoe.inspect.names import LINK_PREFIX, memfd_name, parse_memfd_link
 from megamoe.inspect.outside import OutsideBuffers
-from megamoe.inspect.rows import PULL_WINDOW, run_of_row
+from megamoe.inspect.rows import FIRST_MANY_BLOCKS, NARROW_PULL_WINDOW, PULL_WINDOW, run_of_row
 from megamoe.inspect.tensors import region_tensor
 from phases.phase4 import l1_epilogue_correctness as phase4
 from phases.phase6 import end_to_end_correctness as phase6
@@ -351,13 +351,22 @@ def test_runs_of_rows_are_numbered_as_the_kernel_claims_them() -> None:
     assert [run for run, _, _ in order] == list(range(66))
     assert [(block, row) for _, block, row in order[30:34]] == [(30, 0), (31, 0), (0, 4), (1, 4)]
     assert [(block, row) for _, block, row in order[64:]] == [(32, 0), (32, 4)]
+    order = sorted((run_of_row(block, row, 130, 8), block, row) for block in range(130) for row in (0, 4))
+    assert [run for run, _, _ in order] == list(range(260))
+    assert [(block, row) for _, block, row in order[14:18]] == [(14, 0), (15, 0), (0, 4), (1, 4)]
+    assert [(block, row) for _, block, row in order[256:]] == [(128, 0), (129, 0), (128, 4), (129, 4)]
 
 
 def test_what_is_written_down_twice_is_the_same() -> None:
     """The harness imports megamoe only where there is a buffer, and neither reads C++."""
     assert (BUFFER_LINK, DUMP_SUFFIX) == (LINK_PREFIX, dump_module.SUFFIX)
     pull = (REPOSITORY / "csrc/protocol/pull.hpp").read_text()
-    assert re.findall(r"constexpr uint32_t kPullWindow = (\d+);", pull) == [str(PULL_WINDOW)]
+    for name, value in (
+        ("kPullWindow", PULL_WINDOW),
+        ("kNarrowPullWindow", NARROW_PULL_WINDOW),
+        ("kFirstManyBlocks", FIRST_MANY_BLOCKS),
+    ):
+        assert re.findall(rf"constexpr uint32_t {name} = (\d+);", pull) == [str(value)]
 
 
 def test_every_view_has_a_source_that_exists() -> None:

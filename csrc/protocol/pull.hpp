@@ -64,7 +64,14 @@ MEGAMOE_FN void store_row_metadata(const Context& context, const PulledRow& row,
   context.own<float>(layout.l1_topk_weights)[row.pool_row] = weight;
 }
 
-constexpr uint32_t kPullWindow = 32;  // blocks that are pulled side by side: short ones would make claims for nothing else
+// Blocks that are pulled side by side: where there are few of them many are short, and would make claims for nothing one by one; where
+// there are many the first tiles should not wait for more than they need.
+constexpr uint32_t kPullWindow = 32;
+constexpr uint32_t kNarrowPullWindow = 16;
+constexpr uint32_t kFirstManyBlocks = 128;
+MEGAMOE_FN uint32_t pull_window(uint32_t num_blocks) {
+  return num_blocks < kFirstManyBlocks ? kPullWindow : kNarrowPullWindow;
+}
 constexpr uint32_t kPullDrains = ~0u;
 constexpr uint32_t kNoBlock = ~0u;
 
@@ -76,12 +83,13 @@ struct PullRun {
 // Run number `index`: windows of blocks one after the other, within a window the first runs of all its blocks first.
 MEGAMOE_FN PullRun pull_run(const Context& context, uint32_t index, uint32_t num_blocks) {
   const uint32_t runs_per_block = ceil_div(context.problem->block_m, kRowsPerPull);
-  const uint32_t window = index / (kPullWindow * runs_per_block);
-  if (window * kPullWindow >= num_blocks) return {kNoBlock, 0};
-  const uint32_t blocks = smaller(kPullWindow, num_blocks - window * kPullWindow);
-  const uint32_t rest = index - window * kPullWindow * runs_per_block;
+  const uint32_t width = pull_window(num_blocks);
+  const uint32_t window = index / (width * runs_per_block);
+  if (window * width >= num_blocks) return {kNoBlock, 0};
+  const uint32_t blocks = smaller(width, num_blocks - window * width);
+  const uint32_t rest = index - window * width * runs_per_block;
   if (rest >= blocks * runs_per_block) return {kNoBlock, 0};
-  return {window * kPullWindow + rest % blocks, rest / blocks * kRowsPerPull};
+  return {window * width + rest % blocks, rest / blocks * kRowsPerPull};
 }
 
 // The next run to pull, one answer for the whole team; kPullDrains when the launch drains.

@@ -45,6 +45,23 @@ MEGAMOE_FN void wait_barrier_if(bool needed, uint64_t* barrier, uint32_t parity)
       "r"(parity), "r"(uint32_t(needed))
       : "memory");
 }
+// Asks once, and may wait a little for the answer: no branch, so that it can stand between products and their registers. True where
+// not `needed`. Only a branch on the answer holds back later loads.
+MEGAMOE_FN bool try_barrier_if(bool needed, uint64_t* barrier, uint32_t parity) {
+  uint32_t reached;
+  asm volatile(
+      "{\n\t"
+      ".reg .pred reached, needed;\n\t"
+      "setp.ne.u32 needed, %3, 0;\n\t"
+      "setp.eq.u32 reached, %3, 0;\n\t"
+      "@needed mbarrier.try_wait.parity.shared::cta.b64 reached, [%1], %2;\n\t"
+      "selp.u32 %0, 1, 0, reached;\n\t"
+      "}"
+      : "=r"(reached)
+      : "r"(shared_address(barrier)), "r"(parity), "r"(uint32_t(needed))
+      : "memory");
+  return reached != 0;
+}
 MEGAMOE_FN void wait_barrier(uint64_t* barrier, uint32_t parity) { wait_barrier_if(true, barrier, parity); }
 
 // Whether that wait would return at once.

@@ -31,7 +31,7 @@ class Loader {
   }
 
  private:
-  // What one tile loads for each stage.
+  // What one tile loads for each stage. A rehearsed one has no rows and loads nothing.
   struct Operands {
     const OperandMaps* maps;
     uint32_t first_row, first_column, row_boxes, column_boxes, groups, depth;
@@ -44,7 +44,7 @@ class Loader {
             tile.block * kBlockM,
             tile.expert * columns + tile.column * kBlockN,
             tile.rows > kShortM ? 2u : 1u,
-            tile.pieces,
+            tile.rows == 0 ? 0 : tile.pieces,
             l1 ? 1u : kScaleGroups,
             tile.depth};
   }
@@ -60,13 +60,13 @@ class Loader {
     RingPosition<kStages> rows_stage = stage_;
     for (uint32_t k = 0; k < lead; ++k) load_columns(tile, operands, k);
     wait_barrier(rows_ready, position.parity());
-    const bool ready = tile.failed == 0;
+    const bool ready = tile.failed == 0 && tile.rows != 0;
     arrive(&shared_.tile_empty[position.slot()]);  // a rehearsed tile has no stages for which the math role would wait
     fence_generic_to_async_proxy();
     for (uint32_t k = 0; k < operands.depth; ++k) {
       if (k >= lead) load_columns(tile, operands, k);
       load_rows(operands, k, ready, rows_stage);
-      if (k == claim_next) arrive(&shared_.claim_next);
+      if (k == claim_next && tile.rows != 0) arrive(&shared_.claim_next);
     }
   }
 

@@ -61,8 +61,11 @@ MEGAMOE_FN void multiply_tile(Shared& shared, RingPosition<kStages>& stage, cons
 #pragma unroll
   for (uint32_t i = 0; i < 4 * steps; ++i) fragments[i / 4][i % 4] = 0;
   load_fragments(true, stage.slot(), 0, fragment_here());
-  for (uint32_t k = 0; k < tile.depth; ++k) {
+  bool more = true;
+#pragma unroll 2
+  while (more) {
     const uint32_t slot = stage.slot();
+    const uint32_t k = stage.turn % kMaxDepth;
     const uint32_t columns = matrix_start(shared.columns[slot]) + first_piece * kPieceN * kBlockK / kDescriptorBytes;
 #pragma unroll
     for (uint32_t group = 0; group < kGroups; ++group) {
@@ -85,6 +88,12 @@ MEGAMOE_FN void multiply_tile(Shared& shared, RingPosition<kStages>& stage, cons
         const float scale[2][2] = {{__fmul_rn(upper, even), __fmul_rn(upper, odd)},
                                    {__fmul_rn(lower, even), __fmul_rn(lower, odd)}};
         const uint32_t fragment = fragment_here();
+        bool reached = true;  // the next stage
+        if (piece + 1 == kPieces && group + 1 == kGroups) {
+          stage.advance();
+          more = stage.turn != tile.end;
+          reached = try_barrier_if(more, &shared.full[stage.slot()], stage.parity());
+        }
         wgmma_wait(part);
         if (piece + 1 == kPieces) {
           if (group + 1 < kGroups) {
@@ -92,9 +101,7 @@ MEGAMOE_FN void multiply_tile(Shared& shared, RingPosition<kStages>& stage, cons
           } else {
             __syncwarp();
             arrive_once(&shared.empty[slot]);
-            stage.advance();
-            const bool more = k + 1 < tile.depth;
-            wait_barrier_if(more, &shared.full[stage.slot()], stage.parity());
+            wait_barrier_if(!reached, &shared.full[stage.slot()], stage.parity());
             load_fragments(more, stage.slot(), 0, fragment);
           }
         }

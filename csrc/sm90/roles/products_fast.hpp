@@ -47,7 +47,8 @@ MEGAMOE_FN void change_units(SumUnit (&units)[2][kKinds], const float* row_scale
   for (uint32_t i = 0; i < kSums; ++i) sums[i] = __fmul_rn(sums[i], factor[i / 2 % 2][kind_of<kWork, kKinds>(i)]);
 }
 
-// multiply_tile() of products.hpp, the other way to add.
+// multiply_tile() of products.hpp, the other way to add. Nothing is made ready for the next group beside the products of this one: that
+// was slower in every form, with one product or two under way (2 x H200, 2026-11-30; DEVLOG.md).
 template <TileWork kWork, uint32_t kPieces, uint32_t kGroups, class Shared, class OnFirstStage>
 MEGAMOE_FN void multiply_tile_fast(Shared& shared, RingPosition<kStages>& stage, const TileSlot& tile,
                                    OnFirstStage on_first_stage, float (&sums)[kPieces * kSumsPerPiece]) {
@@ -63,10 +64,13 @@ MEGAMOE_FN void multiply_tile_fast(Shared& shared, RingPosition<kStages>& stage,
   for (uint32_t i = 0; i < 2 * kinds; ++i) units[i / kinds][i % kinds] = SumUnit::none();
 #pragma unroll
   for (float& sum : sums) sum = 0.0f;
-  for (uint32_t k = 0; k < tile.depth; ++k) {
+  wait_barrier(&shared.full[stage.slot()], stage.parity());
+  on_first_stage();
+  bool more = true;
+#pragma unroll kPieces
+  while (more) {
     const uint32_t slot = stage.slot();
-    wait_barrier(&shared.full[slot], stage.parity());
-    if (k == 0) on_first_stage();
+    const uint32_t k = stage.turn % kMaxDepth;
     const uint32_t rows =
         matrix_start(shared.rows[slot]) + (tall ? place.warpgroup * kShortM * kBlockK / kDescriptorBytes : 0);
     const uint32_t columns = matrix_start(shared.columns[slot]) + first_piece * kPieceN * kBlockK / kDescriptorBytes;
@@ -81,11 +85,15 @@ MEGAMOE_FN void multiply_tile_fast(Shared& shared, RingPosition<kStages>& stage,
         WgmmaShared<kPieces * kPieceN>::run(sums, matrix_descriptor(rows + depth), matrix_descriptor(columns + depth));
       }
       wgmma_commit();
+      if (group + 1 == kGroups) {
+        stage.advance();
+        more = stage.turn != tile.end;
+      }
       wgmma_wait(sums);
     }
     __syncwarp();
-    if (place.lane == 0) arrive(&shared.empty[slot]);
-    stage.advance();
+    arrive_once(&shared.empty[slot]);
+    wait_barrier_if(more, &shared.full[stage.slot()], stage.parity());
   }
 #pragma unroll
   for (uint32_t i = 0; i < kPieces * kSumsPerPiece; ++i)
