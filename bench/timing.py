@@ -6,9 +6,10 @@ host queues what is to be timed, so that Python is not in the figures where the 
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -92,6 +93,20 @@ def plan_repetitions(call_us: float, calls: int, overhead_us: float, seconds: fl
         calls -= 1
     each = (calls + 1) * call_us + overhead_us
     return max(MIN_REPETITIONS, min(MAX_REPETITIONS, int(seconds * 1e6 / each))), calls
+
+
+def turn_orders(count: int) -> Iterator[list[int]]:
+    """Orders of ``count`` contenders, round after round, the same on every rank. Where power is the limit a contender's
+    clock depends on who ran before it: each comes to follow each other one, and none follows itself."""
+    shuffle = random.Random(count).shuffle
+    order: list[int] = []
+    while True:
+        before = order[-1:]
+        order = list(range(count))
+        shuffle(order)
+        if before and order[0] == before[0]:
+            order.append(order.pop(0))
+        yield order
 
 
 @dataclass(frozen=True)
@@ -181,8 +196,10 @@ class Timer:
     def _in_turn(self, plans: Sequence[_Plan], num_sets: int, prepare: Callable[[float], None]) -> list[Timing]:
         samples: list[list[float]] = [[] for _ in plans]
         host: list[list[float]] = [[] for _ in plans]
+        orders = turn_orders(len(plans))
         for repetition in range(max((plan.repetitions for plan in plans), default=0)):
-            for index, plan in enumerate(plans):
+            for index in next(orders):
+                plan = plans[index]
                 if repetition < plan.repetitions:
                     call_us, host_us = self._once(plan, repetition % num_sets, prepare)
                     samples[index].append(call_us)
@@ -216,8 +233,10 @@ class Timer:
         turns: list[list[tuple[list[torch.cuda.Event], list[torch.cuda.Event]]]] = [[] for _ in contenders]
         host: list[list[float]] = [[] for _ in contenders]
         previous: list[torch.cuda.Event] = []
+        orders = turn_orders(len(contenders))
         for turn in range(rounds):
-            for index, contender in enumerate(contenders):
+            for index in next(orders):
+                contender = contenders[index]
                 contender.load(turn % num_sets)
                 contender.call()
                 begin = self._events()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator
+from itertools import islice, pairwise
 
 import pytest
 import torch
 
 from bench import timing
-from bench.timing import Timer
+from bench.timing import Timer, turn_orders
 from tests.bench_worlds import HostWorld
 
 
@@ -97,6 +99,18 @@ def test_a_time_holds_the_calls_alone(regime: str, gpu: FakeGpu) -> None:
     assert (gpu.slept_us > 0) == (regime != "sustained")
     turns = [name for index, name in enumerate(log) if index == 0 or log[index - 1] != name]
     assert len(turns) >= 10  # in turn, not one after the other
+
+
+def test_each_contender_follows_each_other_one() -> None:
+    rounds = list(islice(turn_orders(3), 40))
+    assert all(sorted(order) == [0, 1, 2] for order in rounds)
+    turns = [index for order in rounds for index in order]
+    followed = Counter(pairwise(turns))
+    assert set(followed) == {(a, b) for a in range(3) for b in range(3) if a != b}
+    assert min(followed.values()) >= 10  # of 119
+    assert list(islice(turn_orders(3), 40)) == rounds  # on every rank
+    assert next(turn_orders(0)) == []
+    assert next(turn_orders(1)) == [0]
 
 
 def test_a_contender_that_waits_is_not_slept_for(gpu: FakeGpu) -> None:

@@ -198,3 +198,13 @@ def test_driver_says_that_there_is_no_gpu() -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 2
     assert "--gpus 1: this machine has 0" in done.stderr
+
+
+def test_the_race_checker_knows_the_fields_of_a_tile_slot() -> None:
+    """tests/device/racecheck.py takes reports of them, and of them only, for false ones."""
+    struct_text = (csrc_dir() / "sm90/shared_storage.hpp").read_text().split("struct TileSlot {")[1].split("};")[0]
+    code = re.sub(r"//.*", "", struct_text)
+    fields = set(re.findall(r"\b(\w+)(?:\[\w+\])*\s*[,;]", code))
+    checker = (Path(__file__).parent / "device/racecheck.py").read_text()
+    (known,) = re.findall(r'^FIELD = r"\\.\(\?:([\w|]+)\)', checker, re.MULTILINE)
+    assert fields == set(known.split("|"))

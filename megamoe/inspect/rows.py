@@ -11,8 +11,8 @@ from megamoe.inspect.image import Image, NotSaved
 from megamoe.layout import ROWS_PER_PULL
 
 PULL_WINDOW, NARROW_PULL_WINDOW, FIRST_MANY_BLOCKS = 32, 16, 128
-"""``kPullWindow`` and so on of ``csrc/protocol/pull.hpp``: blocks whose runs are claimed side by side, and from how many blocks on
-fewer of them are."""
+"""``kPullWindow`` and so on of ``csrc/protocol/pull.hpp``: blocks whose runs are claimed side by side, and from how
+many blocks on fewer of them are."""
 MAX_ROWS = 4
 """Missing rows of a block that are named."""
 
