@@ -97,16 +97,15 @@ def plan_repetitions(call_us: float, calls: int, overhead_us: float, seconds: fl
 
 def turn_orders(count: int) -> Iterator[list[int]]:
     """Orders of ``count`` contenders, round after round, the same on every rank. Where power is the limit a contender's
-    clock depends on who ran before it: each comes to follow each other one, and none follows itself."""
-    shuffle = random.Random(count).shuffle
-    order: list[int] = []
+    clock depends on who ran before it: of several each comes to follow each other one, and none follows itself."""
+    shuffle = random.Random(count).shuffle  # a seed that every rank knows
+    order = list(range(count))
     while True:
-        before = order[-1:]
-        order = list(range(count))
+        last = order[-1:]
         shuffle(order)
-        if before and order[0] == before[0]:
-            order.append(order.pop(0))
-        yield order
+        while count > 1 and order[:1] == last:
+            shuffle(order)
+        yield list(order)
 
 
 @dataclass(frozen=True)

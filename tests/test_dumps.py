@@ -33,7 +33,7 @@ from megamoe.inspect.dump import LaunchFacts, load_dump, load_group, write_dump
 from megamoe.inspect.image import NotSaved
 from megamoe.inspect.names import LINK_PREFIX, memfd_name, parse_memfd_link
 from megamoe.inspect.outside import OutsideBuffers
-from megamoe.inspect.rows import FIRST_MANY_BLOCKS, NARROW_PULL_WINDOW, PULL_WINDOW, run_of_row
+from megamoe.inspect.rows import MANY_BLOCKS, NARROW_PULL_WINDOW, PULL_WINDOW, run_of_row
 from megamoe.inspect.tensors import region_tensor
 from phases.phase4 import l1_epilogue_correctness as phase4
 from phases.phase6 import end_to_end_correctness as phase6
@@ -346,11 +346,16 @@ def test_missing_rows_have_names(launcher: Launcher, tmp_path: Path) -> None:
 
 
 def test_runs_of_rows_are_numbered_as_the_kernel_claims_them() -> None:
-    """33 blocks of 8 rows: windows of 32 blocks; in a window the first runs of all its blocks come first."""
+    """33 blocks of 8 rows: windows of 32 blocks; in a window the first runs of all its blocks come first. 128 and more:
+    windows of 16."""
     order = sorted((run_of_row(block, row, 33, 8), block, row) for block in range(33) for row in (0, 4))
     assert [run for run, _, _ in order] == list(range(66))
     assert [(block, row) for _, block, row in order[30:34]] == [(30, 0), (31, 0), (0, 4), (1, 4)]
     assert [(block, row) for _, block, row in order[64:]] == [(32, 0), (32, 4)]
+    order = sorted((run_of_row(block, row, 127, 8), block, row) for block in range(127) for row in (0, 4))
+    assert [(block, row) for _, block, row in order[30:33]] == [(30, 0), (31, 0), (0, 4)]
+    order = sorted((run_of_row(block, row, 128, 8), block, row) for block in range(128) for row in (0, 4))
+    assert [(block, row) for _, block, row in order[14:17]] == [(14, 0), (15, 0), (0, 4)]
     order = sorted((run_of_row(block, row, 130, 8), block, row) for block in range(130) for row in (0, 4))
     assert [run for run, _, _ in order] == list(range(260))
     assert [(block, row) for _, block, row in order[14:18]] == [(14, 0), (15, 0), (0, 4), (1, 4)]
@@ -364,7 +369,7 @@ def test_what_is_written_down_twice_is_the_same() -> None:
     for name, value in (
         ("kPullWindow", PULL_WINDOW),
         ("kNarrowPullWindow", NARROW_PULL_WINDOW),
-        ("kFirstManyBlocks", FIRST_MANY_BLOCKS),
+        ("kManyBlocks", MANY_BLOCKS),
     ):
         assert re.findall(rf"constexpr uint32_t {name} = (\d+);", pull) == [str(value)]
 

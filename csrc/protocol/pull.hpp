@@ -64,14 +64,16 @@ MEGAMOE_FN void store_row_metadata(const Context& context, const PulledRow& row,
   context.own<float>(layout.l1_topk_weights)[row.pool_row] = weight;
 }
 
-// Blocks that are pulled side by side: where there are few of them many are short, and would make claims for nothing one by one; where
-// there are many the first tiles should not wait for more than they need.
+// Blocks that are pulled side by side. Few blocks are mostly short ones: one by one they would make claims for nothing. With
+// many the first tiles should not wait for more blocks than they need.
 constexpr uint32_t kPullWindow = 32;
 constexpr uint32_t kNarrowPullWindow = 16;
-constexpr uint32_t kFirstManyBlocks = 128;
+constexpr uint32_t kManyBlocks = 128;
+
 MEGAMOE_FN uint32_t pull_window(uint32_t num_blocks) {
-  return num_blocks < kFirstManyBlocks ? kPullWindow : kNarrowPullWindow;
+  return num_blocks < kManyBlocks ? kPullWindow : kNarrowPullWindow;
 }
+
 constexpr uint32_t kPullDrains = ~0u;
 constexpr uint32_t kNoBlock = ~0u;
 

@@ -43,13 +43,13 @@ struct TileSlot {
   TileWork work;
   uint32_t block, column, rows, expert;
   uint32_t depth;    // stages
-  uint32_t end;      // of its stages, as the number of the CTA's next stage
+  uint32_t end;      // number, among all stages of the CTA, of the first one after this tile's
   uint32_t pieces;   // of 128 columns; the last L2 tile of a row may have only one
   uint32_t turn;     // which tile of this CTA it is
   uint32_t failed;   // the rows never came: compute on, store nothing
   uint32_t stages;   // that may be under way at a time
-  // Weight scales along K: gate and up of an L1 tile, whose 8-column groups alternate; the two pieces of an L2 tile. Those of the
-  // CTA's stage number n are at n % kMaxDepth.
+  // Weight scales along K: gate and up of an L1 tile, whose 8-column groups alternate; the two pieces of an L2 tile. Those of
+  // the CTA's stage number n lie at n % kMaxDepth.
   float scales[2][kMaxDepth];
 };
 

@@ -45,8 +45,9 @@ MEGAMOE_FN void wait_barrier_if(bool needed, uint64_t* barrier, uint32_t parity)
       "r"(parity), "r"(uint32_t(needed))
       : "memory");
 }
-// Asks once, and may wait a little for the answer: no branch, so that it can stand between products and their registers. True where
-// not `needed`. Only a branch on the answer holds back later loads.
+
+// Asks once, and may wait a little for the answer: no branch, so that it can stand between products and their registers, whose
+// stage is kept meanwhile. True where not `needed`. Only a branch on the answer holds back later loads.
 MEGAMOE_FN bool try_barrier_if(bool needed, uint64_t* barrier, uint32_t parity) {
   uint32_t reached;
   asm volatile(
@@ -62,6 +63,7 @@ MEGAMOE_FN bool try_barrier_if(bool needed, uint64_t* barrier, uint32_t parity) 
       : "memory");
   return reached != 0;
 }
+
 MEGAMOE_FN void wait_barrier(uint64_t* barrier, uint32_t parity) { wait_barrier_if(true, barrier, parity); }
 
 // Whether that wait would return at once.

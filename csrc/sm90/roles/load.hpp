@@ -60,13 +60,15 @@ class Loader {
     RingPosition<kStages> rows_stage = stage_;
     for (uint32_t k = 0; k < lead; ++k) load_columns(tile, operands, k);
     wait_barrier(rows_ready, position.parity());
-    const bool ready = tile.failed == 0 && tile.rows != 0;
-    arrive(&shared_.tile_empty[position.slot()]);  // a rehearsed tile has no stages for which the math role would wait
+    const bool rehearsed = operands.column_boxes == 0;
+    const bool ready = tile.failed == 0 && !rehearsed;
+    // From here on only `stages` is read of the slot, and that before the last stage is handed on.
+    arrive(&shared_.tile_empty[position.slot()]);
     fence_generic_to_async_proxy();
     for (uint32_t k = 0; k < operands.depth; ++k) {
       if (k >= lead) load_columns(tile, operands, k);
       load_rows(operands, k, ready, rows_stage);
-      if (k == claim_next && tile.rows != 0) arrive(&shared_.claim_next);
+      if (k == claim_next && !rehearsed) arrive(&shared_.claim_next);
     }
   }
 

@@ -44,7 +44,7 @@ MEGAMOE_FN void multiply_tile(Shared& shared, RingPosition<kStages>& stage, cons
   const uint32_t first_piece = tall ? 0 : place.warpgroup;
 #pragma unroll
   for (uint32_t i = 0; i < kPieces * kSumsPerPiece; ++i) sums[i] = 0.0f;
-  if (tile.depth == 0) return;
+  if (tile.depth == 0) return;  // never so, but without this line ptxas 13.0 spills
   uint32_t fragments[steps][4];  // read once for all pieces
   const auto fragment_here = [] {
     const ThreadPlace place = ThreadPlace::here();
@@ -62,10 +62,10 @@ MEGAMOE_FN void multiply_tile(Shared& shared, RingPosition<kStages>& stage, cons
   for (uint32_t i = 0; i < 4 * steps; ++i) fragments[i / 4][i % 4] = 0;
   load_fragments(true, stage.slot(), 0, fragment_here());
   bool more = true;
-#pragma unroll 2
+#pragma unroll 2  // less between products; four would spill
   while (more) {
     const uint32_t slot = stage.slot();
-    const uint32_t k = stage.turn % kMaxDepth;
+    const uint32_t place_of_scales = stage.turn % kMaxDepth;
     const uint32_t columns = matrix_start(shared.columns[slot]) + first_piece * kPieceN * kBlockK / kDescriptorBytes;
 #pragma unroll
     for (uint32_t group = 0; group < kGroups; ++group) {
@@ -83,12 +83,12 @@ MEGAMOE_FN void multiply_tile(Shared& shared, RingPosition<kStages>& stage, cons
         // While the products run; where they lie is found anew, there is no register to keep it in.
         const float* row_scales = &shared.row_scales[slot][group][ThreadPlace::here().first_row(tall)];
         const float upper = row_scales[0], lower = row_scales[8];
-        const float even = tile.scales[kWork == TileWork::l1 ? 0 : first_piece + piece][k];
-        const float odd = kWork == TileWork::l1 ? tile.scales[1][k] : even;
+        const float even = tile.scales[kWork == TileWork::l1 ? 0 : first_piece + piece][place_of_scales];
+        const float odd = kWork == TileWork::l1 ? tile.scales[1][place_of_scales] : even;
         const float scale[2][2] = {{__fmul_rn(upper, even), __fmul_rn(upper, odd)},
                                    {__fmul_rn(lower, even), __fmul_rn(lower, odd)}};
         const uint32_t fragment = fragment_here();
-        bool reached = true;  // the next stage
+        bool reached = true;  // the next stage is known to be there, or there is none
         if (piece + 1 == kPieces && group + 1 == kGroups) {
           stage.advance();
           more = stage.turn != tile.end;

@@ -47,8 +47,8 @@ MEGAMOE_FN void change_units(SumUnit (&units)[2][kKinds], const float* row_scale
   for (uint32_t i = 0; i < kSums; ++i) sums[i] = __fmul_rn(sums[i], factor[i / 2 % 2][kind_of<kWork, kKinds>(i)]);
 }
 
-// multiply_tile() of products.hpp, the other way to add. Nothing is made ready for the next group beside the products of this one: that
-// was slower in every form, with one product or two under way (2 x H200, 2026-11-30; DEVLOG.md).
+// multiply_tile() of products.hpp, the other way to add. Nothing but the loop's condition is made ready for the next group
+// beside the products of this one: that was slower in every form, with one product or two under way (DEVLOG.md, 2026-11-30).
 template <TileWork kWork, uint32_t kPieces, uint32_t kGroups, class Shared, class OnFirstStage>
 MEGAMOE_FN void multiply_tile_fast(Shared& shared, RingPosition<kStages>& stage, const TileSlot& tile,
                                    OnFirstStage on_first_stage, float (&sums)[kPieces * kSumsPerPiece]) {
@@ -67,17 +67,17 @@ MEGAMOE_FN void multiply_tile_fast(Shared& shared, RingPosition<kStages>& stage,
   wait_barrier(&shared.full[stage.slot()], stage.parity());
   on_first_stage();
   bool more = true;
-#pragma unroll kPieces
+#pragma unroll kPieces  // two stages a turn for tall tiles; short ones wait for memory
   while (more) {
     const uint32_t slot = stage.slot();
-    const uint32_t k = stage.turn % kMaxDepth;
+    const uint32_t place_of_scales = stage.turn % kMaxDepth;
     const uint32_t rows =
         matrix_start(shared.rows[slot]) + (tall ? place.warpgroup * kShortM * kBlockK / kDescriptorBytes : 0);
     const uint32_t columns = matrix_start(shared.columns[slot]) + first_piece * kPieceN * kBlockK / kDescriptorBytes;
 #pragma unroll
     for (uint32_t group = 0; group < kGroups; ++group) {
       change_units<kWork>(units, &shared.row_scales[slot][group][first_row],
-                          [&](uint32_t kind) { return tile.scales[kinds == 2 ? kind : first_piece][k]; }, sums);
+                          [&](uint32_t kind) { return tile.scales[kinds == 2 ? kind : first_piece][place_of_scales]; }, sums);
       wgmma_fence();
 #pragma unroll
       for (uint32_t step = 0; step < steps; ++step) {

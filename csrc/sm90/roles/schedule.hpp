@@ -10,7 +10,7 @@ namespace megamoe::sm90 {
 // Pool blocks whose tiles are claimed together: with few blocks smaller groups, so that L2 tiles fill the last wave of L1.
 constexpr uint32_t kGroupBlocks = 16, kSmallGroupBlocks = 8;
 constexpr uint32_t kGroupLag = 1;
-constexpr uint32_t kRehearsedStages = 1;
+constexpr uint32_t kRehearsedStages = 1;  // of a tile; two were no faster
 
 MEGAMOE_FN bool few_blocks(const Context& context, uint32_t num_blocks) {
   return num_blocks <= 2 * context.problem->experts_per_rank;
@@ -29,8 +29,9 @@ class Scheduler {
 
   MEGAMOE_FN Scheduler(Shared& shared, WarpTeam<1>& warp) : shared_(shared), warp_(warp) {}
 
-  // Before the first tile two short ones without rows and results, whose stages hold anything: a launch finds none of its code in the
-  // caches of a GPU that streams weights, and fetching an epilogue takes longer than running it. The math role has nothing to do yet.
+  // Before the first tile two short ones without rows and results, whose stages hold anything: a launch finds none of its code
+  // in the caches of a GPU that streams weights, and fetching an epilogue takes longer than running it. The math role has
+  // nothing to do yet. What it fetches of block 0's rows may be half written; nobody uses it.
   MEGAMOE_FN void rehearse() {
     for (const TileWork work : {TileWork::l1, TileWork::l2}) {
       if (warp_.rank() == 0) {
@@ -38,7 +39,7 @@ class Scheduler {
         slot.work = work;
         slot.block = slot.column = slot.expert = slot.rows = slot.failed = 0;
         slot.depth = kRehearsedStages;
-        slot.end = end_ + kRehearsedStages;
+        slot.end = next_stage_ + kRehearsedStages;
         slot.stages = kStages;
         slot.pieces = 2;
         slot.turn = next_.turn;
@@ -46,7 +47,7 @@ class Scheduler {
         arrive(&shared_.rows_ready[next_.slot()]);
         arrive(&shared_.tile_full[next_.slot()]);
       }
-      end_ += kRehearsedStages;
+      next_stage_ += kRehearsedStages;
       next_.advance();
       ++rehearsed_;
     }
@@ -138,7 +139,7 @@ class Scheduler {
       slot.rows = block.rows;
       slot.expert = block.expert;
       slot.depth = depth;
-      slot.end = end_ + depth;
+      slot.end = next_stage_ + depth;
       slot.pieces = pieces;
       slot.failed = 0;
       slot.stages = yields(context, tile, order) ? kLeanStages : kStages;
@@ -153,11 +154,11 @@ class Scheduler {
     const float* second = first + (l1 ? scale_rows / 2 : pieces - 1) * depth;
 #pragma unroll 1
     for (uint32_t k = warp_.rank(); k < depth; k += warp_.size()) {
-      const uint32_t place = (end_ + k) % kMaxDepth;
+      const uint32_t place = (next_stage_ + k) % kMaxDepth;
       slot.scales[0][place] = __ldg(first + k);
       slot.scales[1][place] = __ldg(second + k);
     }
-    end_ += depth;
+    next_stage_ += depth;
     __syncwarp();
     waits_ = true;
   }
@@ -178,7 +179,7 @@ class Scheduler {
   Shared& shared_;
   WarpTeam<1>& warp_;
   RingPosition<kTileSlots> next_;  // the tile to push
-  uint32_t end_ = 0;               // of the stages of the tiles so far
+  uint32_t next_stage_ = 0;        // number of the first stage of the tile to push
   uint32_t rehearsed_ = 0;         // tiles before the first real one
   uint32_t told_ = 0;              // turn of the tile to tell of
   bool waits_ = false;             // for the inputs of the tile before next_
