@@ -96,8 +96,8 @@ def plan_repetitions(call_us: float, calls: int, overhead_us: float, seconds: fl
 
 
 def turn_orders(count: int) -> Iterator[list[int]]:
-    """Orders of ``count`` contenders, round after round, the same on every rank. Where power is the limit a contender's
-    clock depends on who ran before it: of several each comes to follow each other one, and none follows itself."""
+    """Orders of ``count`` contenders, round after round, the same on every rank; of several none comes twice in a row.
+    Where power is the limit a contender's clock depends on who ran before it, so that changes."""
     shuffle = random.Random(count).shuffle  # a seed that every rank knows
     order = list(range(count))
     while True:
