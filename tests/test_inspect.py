@@ -6,6 +6,7 @@ import re
 import time
 
 import pytest
+import torch
 
 from megamoe import MegaMoEFault, Stage, launch_mega_moe
 from megamoe.inspect import describe_counters
@@ -80,4 +81,11 @@ def test_long_lists_are_cut() -> None:
     assert "block 16 " not in text
     assert "and 24 more blocks" in text
     assert "and 24 more experts" in text
+    bank = launch.buffers[0].view("l1_arrival_count").view(torch.int32)
+    bank[30] = 0
+    text = describe_counters(launch.buffers[0])
+    assert "block 30 (expert 30): 0 of 1 rows arrived" in text, "what lacks rows is among those listed"
+    assert "block 14 " in text
+    assert "block 15 " not in text
+    assert "and 24 more blocks" in text
     launcher.close()

@@ -175,7 +175,9 @@ def _describe_blocks(seen: Counters, peers: Mapping[int, Image]) -> list[str]:
     lines = [
         f"pool blocks: {len(seen.blocks) - len(lacking)} of {len(seen.blocks)} have all rows and all L1 tiles",
     ]
-    for block in lacking[:MAX_LISTED]:
+    # What lacks rows first: of the other blocks a launch that is stopped early may have many.
+    listed = sorted(lacking, key=lambda block: seen.arrived[block] == seen.blocks[block][1])[:MAX_LISTED]
+    for block in sorted(listed):
         (expert, rows), words = seen.blocks[block], seen.masks[block]
         stored = sum(word.bit_count() for word in words)
         lines.append(
