@@ -166,6 +166,8 @@ def _regions(config: MegaMoEConfig) -> list[Region]:
         _region("source_rows", "u32", (local, ranks + 1), "table", "pull, schedule"),
         _region("expert_blocks", "u32", (local + 1,), "table", "pull, schedule"),
         _region("pool_blocks", "u32", (blocks, 2), "table", "every role"),
+        _region("pair_blocks", "u32", (blocks // 2 + 1, 2), "table", "schedule"),
+        _region("pair_groups", "u32", (blocks // 2 + 3,), "table", "schedule"),
         _region("l1_acts", "e4m3", (rows, hidden), "pull", "load"),
         _rows_fastest("l1_acts_sf", "f32", rows, config.hidden_scales, "pull", "load"),
         _region("l1_topk_weights", "f32", (rows,), "pull", "L1 epilogue"),

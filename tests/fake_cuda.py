@@ -84,14 +84,14 @@ class FakeGpus:
     Attributes:
         kernels: (GPU, ranks, granularity, bring-up, fast) that were loaded.
         launched: of those, what each grid ran, captured or not.
-        grids: (GPU, ranks, CTAs) of every grid that was started, captured or not.
+        grids: (GPU, ranks, CTAs, CTAs of a cluster) of every grid that was started, captured or not.
         capturing: the graph that captures, if one does.
         stream: what the current stream is said to be.
     """
 
     kernels: list[tuple[int, int, int, bool, bool]] = field(default_factory=list)
     launched: list[tuple[int, int, int, bool, bool]] = field(default_factory=list)
-    grids: list[tuple[int, tuple[int, ...], int]] = field(default_factory=list)
+    grids: list[tuple[int, tuple[int, ...], int, int]] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     capturing: FakeGraph | None = None
     stream: int = DEFAULT_STREAM
@@ -139,9 +139,10 @@ class FakeGpus:
 
 
 class FakeKernel:
-    def __init__(self, gpus: FakeGpus, variant: tuple[int, int, int, bool, bool]) -> None:
+    def __init__(self, gpus: FakeGpus, variant: tuple[int, int, int, bool, bool], cluster: int) -> None:
         self.gpus = gpus
         self.variant = variant
+        self.cluster = cluster
         self.device = variant[0]
 
     def launch_packed(self, num_ctas: int, num_threads: int, packed: sm90.PackedArguments, stream: int) -> None:
@@ -151,7 +152,7 @@ class FakeKernel:
         assert num_ctas % len(entries) == 0
         assert num_ctas <= NUM_SMS
         self.gpus.launched.append(self.variant)
-        self.gpus.grids.append((self.device, tuple(entry.rank for entry in entries), num_ctas))
+        self.gpus.grids.append((self.device, tuple(entry.rank for entry in entries), num_ctas, self.cluster))
 
         def start() -> None:
             for entry in entries:
@@ -205,10 +206,12 @@ def replacements(gpus: FakeGpus) -> list[tuple[object, str, object]]:
         gpus.copies.append((address, len(data)))
         ctypes.memmove(address, data, len(data))
 
-    def fused_kernel(device: int, ranks_here: int, l2_sf_granularity: int, bring_up: bool, fast: bool) -> FakeKernel:
+    def fused_kernel(
+        device: int, ranks_here: int, l2_sf_granularity: int, bring_up: bool, fast: bool, cluster: int
+    ) -> FakeKernel:
         variant = (device, ranks_here, l2_sf_granularity, bring_up, fast)
         gpus.kernels.append(variant)
-        return FakeKernel(gpus, variant)
+        return FakeKernel(gpus, variant, cluster)
 
     @contextmanager
     def graph(captured: FakeGraph, **options: object) -> Iterator[None]:

@@ -64,12 +64,29 @@ def test_ranks_of_a_gpu_start_as_one_grid(gpus: FakeGpus) -> None:
     buffers = opened(4, 2, max_ctas=10)
     weights = weights_of(buffers)
     run(buffers, weights, tokens_of(buffers, "grid", 3, 0, 5, 2))
-    assert gpus.grids == [(0, (0, 1), 20), (1, (2, 3), 20)]
+    assert gpus.grids == [(0, (0, 1), 20, 2), (1, (2, 3), 20, 2)]
     whole = opened(8)
     run(whole, weights_of(whole), tokens_of(whole, "grid", *[1] * 8))
-    assert gpus.grids[-1] == (0, tuple(range(8)), 128)
+    assert gpus.grids[-1] == (0, tuple(range(8)), 128, 2)
     with pytest.raises(ValueError, match="num_gpus: got 3, expected 1 to the 2 GPUs"):
         opened(4, 3)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "max_ctas", "ctas", "cluster"),
+    [(1, None, 132, 2), (1, 1, 1, 1), (1, 7, 6, 2), (4, None, 4 * 32, 2), (4, 1, 4, 1), (7, None, 7 * 18, 2)],
+)
+def test_every_rank_has_whole_clusters(
+    ranks: int, max_ctas: int | None, ctas: int, cluster: int, gpus: FakeGpus
+) -> None:
+    """A rank with one CTA is a cluster of one; else an odd CTA of 132 is left out."""
+    group = VirtualGroup(ranks, "sm90", num_gpus=1)
+    buffers = megamoe.get_symm_buffer_for_mega_moe(
+        group, 2 * ranks, CAPACITY, 2, *SHAPE, timeout_s=5.0, max_ctas=max_ctas
+    )
+    assert isinstance(buffers, megamoe.VirtualSymmBuffer)
+    run(buffers, weights_of(buffers), tokens_of(buffers, "clusters", *[3] * ranks))
+    assert gpus.grids == [(0, tuple(range(ranks)), ctas, cluster)]
 
 
 @pytest.mark.parametrize("accumulate", ["fp32", "fast"])
@@ -202,7 +219,7 @@ def test_an_absent_rank_of_one_gpu_is_named(gpus: FakeGpus) -> None:
     megamoe.dummy_run(*weights[1], buffers.ranks[1])
     with pytest.raises(MegaMoEFault, match=r"rank 1 waited 0\.[5-9] s for rank 0"):
         buffers.ranks[1].check()
-    assert gpus.grids == [(0, (1,), 66)]
+    assert gpus.grids == [(0, (1,), 66, 2)]
 
 
 def test_ranks_on_other_streams_are_ordered_behind_each_other(gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,10 +43,11 @@ uint64_t megamoe_tile_count(uint32_t blocks, uint32_t l1_tiles, uint32_t l2_tile
   return megamoe::TileOrder{blocks, l1_tiles, l2_tiles, group, lag}.count();
 }
 void megamoe_tile_at(uint32_t blocks, uint32_t l1_tiles, uint32_t l2_tiles, uint32_t group, uint32_t lag,
-                     uint64_t index, uint32_t* kind_block_column) {
-  const auto tile = megamoe::TileOrder{blocks, l1_tiles, l2_tiles, group, lag}.at(index);
+                     uint32_t index, uint32_t* kind_block_column) {
+  const megamoe::TileOrder order{blocks, l1_tiles, l2_tiles, group, lag};
+  const auto tile = order.in_step(order.step_of(index, order.step(0)), index);
   kind_block_column[0] = uint32_t(tile.kind);
-  kind_block_column[1] = tile.block;
+  kind_block_column[1] = tile.unit;
   kind_block_column[2] = tile.column;
 }
 uint8_t megamoe_to_e4m3(float value) { return megamoe::host::to_e4m3(value); }

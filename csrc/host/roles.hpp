@@ -9,7 +9,6 @@
 #include "arithmetic.hpp"
 #include "combine.hpp"
 #include "launch.hpp"
-#include "pool.hpp"
 #include "pull.hpp"
 #include "routes.hpp"
 #include "tiles.hpp"
@@ -89,7 +88,7 @@ inline void store_accum_debug(const Context& context, const LaunchArguments& lau
   const uint32_t stride = gemm.accumulator_stride();
   float* window = context.own<float>(context.layout->l1_accum_debug);
   for (uint32_t row = 0; row < gemm.num_rows; ++row) {
-    const uint32_t pool_row = tile.block * context.problem->block_m + row;
+    const uint32_t pool_row = tile.unit * context.problem->block_m + row;
     if (pool_row / kAccumDebugEdge != launch.debug_row_block) continue;
     for (uint32_t column = 0; column < gemm.num_columns; ++column) {
       const uint32_t l1_column = tile.column * context.problem->l1_block_n + column;
@@ -109,7 +108,7 @@ inline void store_activations(const Context& context, const LaunchArguments& lau
   const uint32_t first = tile.column * problem.l1_block_n / 2, width = gemm.num_columns / 2;
   scratch.activations.resize(width);
   for (uint32_t row = 0; row < gemm.num_rows; ++row) {
-    const uint64_t pool_row = uint64_t(tile.block) * problem.block_m + row;
+    const uint64_t pool_row = uint64_t(tile.unit) * problem.block_m + row;
     const float weight = context.own<float>(layout.l1_topk_weights)[pool_row];
     const float* acc = &scratch.accumulators[size_t(row) * stride];
     for (uint32_t i = 0; i < width; ++i) {
@@ -125,13 +124,13 @@ inline void store_activations(const Context& context, const LaunchArguments& lau
 }
 
 inline bool run_l1_tile(const Context& context, const LaunchArguments& launch, const Tile& tile, Scratch& scratch) {
-  if (!wait_for_rows(context, tile.block)) return false;
+  if (!wait_for_rows(context, tile.unit)) return false;
   const auto& problem = *context.problem;
   const auto& layout = *context.layout;
-  const PoolBlock block = pool_blocks(context)[tile.block];
+  const PoolBlock block = pool_blocks(context)[tile.unit];
   const uint32_t first_column = tile.column * problem.l1_block_n;
   const uint32_t l1_columns = 2 * problem.intermediate;
-  const uint64_t first_row = uint64_t(tile.block) * problem.block_m;
+  const uint64_t first_row = uint64_t(tile.unit) * problem.block_m;
   const GemmTile gemm{block.rows,
                       std::min(problem.l1_block_n, l1_columns - first_column),
                       problem.hidden,
@@ -151,20 +150,20 @@ inline bool run_l1_tile(const Context& context, const LaunchArguments& launch, c
   });
   if (launch.debug) store_accum_debug(context, launch, tile, gemm, scratch);
   if (context.stage < Stage::l1_epilogue) return true;
-  if constexpr (mutated(Mutation::mask_before_store)) mark_l1_tile(context, tile.block, tile.column);
+  if constexpr (mutated(Mutation::mask_before_store)) mark_l1_tile(context, tile.unit, tile.column);
   perturb(Point::store);
   store_activations(context, launch, tile, gemm, scratch);
-  if constexpr (!mutated(Mutation::mask_before_store)) mark_l1_tile(context, tile.block, tile.column);
+  if constexpr (!mutated(Mutation::mask_before_store)) mark_l1_tile(context, tile.unit, tile.column);
   return true;
 }
 
 inline bool run_l2_tile(const Context& context, const LaunchArguments& launch, const Tile& tile, Scratch& scratch) {
-  if (!wait_for_l1_tiles(context, tile.block)) return false;
+  if (!wait_for_l1_tiles(context, tile.unit)) return false;
   const auto& problem = *context.problem;
   const auto& layout = *context.layout;
-  const PoolBlock block = pool_blocks(context)[tile.block];
+  const PoolBlock block = pool_blocks(context)[tile.unit];
   const uint32_t first_column = tile.column * problem.l2_block_n;
-  const uint64_t first_row = uint64_t(tile.block) * problem.block_m;
+  const uint64_t first_row = uint64_t(tile.unit) * problem.block_m;
   const GemmTile gemm{block.rows,
                       std::min(problem.l2_block_n, problem.hidden - first_column),
                       problem.intermediate,
@@ -202,11 +201,13 @@ inline bool run_tiles(const Context& context, const LaunchArguments& launch, Scr
   if (!table.ready) return false;
   const TileOrder order{table.num_blocks, context.problem->num_l1_tiles,
                         context.has_l2() ? context.problem->num_l2_tiles : 0, kGroupBlocks, kGroupLag};
+  TileStep step = order.step(0);
   for (;;) {
     const uint32_t index = take(context, Claim::tile);
     if (index >= order.count()) return true;
     if (aborted(context)) return false;
-    const Tile tile = order.at(index);
+    step = order.step_of(index, step);
+    const Tile tile = order.in_step(step, index);
     const bool ran = tile.kind == TileKind::l1 ? run_l1_tile(context, launch, tile, scratch)
                                                : run_l2_tile(context, launch, tile, scratch);
     if (!ran) return false;

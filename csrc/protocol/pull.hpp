@@ -2,6 +2,7 @@
 #pragma once
 #include "done.hpp"
 #include "routes.hpp"
+#include "table.hpp"
 
 namespace megamoe {
 

@@ -8,54 +8,64 @@ enum class TileKind : uint32_t { l1, l2 };
 
 struct Tile {
   TileKind kind;
-  uint32_t block;
+  uint32_t unit;    // block, or pair of blocks
   uint32_t column;  // index of the tile within the block's row of tiles
 };
 
-// Blocks are taken in groups. The order is: L1 of group 0 .. lag-1, then for every further group g the L1 tiles of g
-// and the L2 tiles of g - lag, then the L2 tiles that remain. Within a group the block moves fastest, so that blocks
-// of one expert use a weight tile one after the other. An L2 tile waits only for L1 tiles that come before it.
+// A stretch of the order: the L1 tiles of one group and the L2 tiles of the group `lag` before it.
+struct TileStep {
+  uint32_t number;
+  uint32_t l1_first, l1_units, l2_first, l2_units;
+  uint32_t begin, end;  // numbers of its first tile, and of the first one behind it
+};
+
+// Units are blocks, or pairs of blocks, and are taken in groups. The order is: L1 of group 0 .. lag-1, then for every further
+// group g the L1 tiles of g and the L2 tiles of g - lag, then the L2 tiles that remain. Within a group the unit moves fastest,
+// so that blocks of one expert use a weight tile one after the other. An L2 tile waits only for L1 tiles that come before it.
 struct TileOrder {
-  uint32_t num_blocks;
+  uint32_t num_units;
   uint32_t l1_tiles;  // of a block
   uint32_t l2_tiles;  // of a block; 0 in a launch that stops before L2
-  uint32_t group_blocks;
+  uint32_t group_units;
   uint32_t lag;  // groups
+  const uint32_t* groups_given = nullptr;  // as pair_groups(), in place of groups of `group_units`
 
-  MEGAMOE_FN uint64_t count() const { return uint64_t(num_blocks) * (l1_tiles + l2_tiles); }
-  MEGAMOE_FN uint32_t groups() const { return ceil_div(num_blocks, group_blocks); }
-  MEGAMOE_FN uint32_t blocks_of(uint32_t group) const {
-    return smaller(group_blocks, num_blocks - group * group_blocks);
+  MEGAMOE_FN uint64_t count() const { return uint64_t(num_units) * (l1_tiles + l2_tiles); }
+  MEGAMOE_FN uint32_t groups() const {
+    return groups_given != nullptr ? groups_given[0] : ceil_div(num_units, group_units);
+  }
+  // Units of the groups before this one; group <= groups().
+  MEGAMOE_FN uint32_t units_before(uint32_t group) const {
+    return groups_given != nullptr ? groups_given[1 + group] : smaller(group * group_units, num_units);
   }
 
-  // Tile number `index`, index < count().
-  MEGAMOE_FN Tile at(uint64_t index) const {
-    const uint64_t l1_of_group = uint64_t(group_blocks) * l1_tiles;
-    const uint64_t l2_of_group = uint64_t(group_blocks) * l2_tiles;
-    const uint32_t lead = smaller(lag, groups());  // groups whose L1 tiles come before any L2 tile
-    const uint64_t all_l1 = uint64_t(num_blocks) * l1_tiles;
-    const uint64_t lead_tiles = lead == groups() ? all_l1 : lead * l1_of_group;
-    if (index < lead_tiles) return in_group(TileKind::l1, uint32_t(index / l1_of_group), index % l1_of_group);
-    index -= lead_tiles;
-    // Steps of one group of L1 and one of L2. Only the last group can be short, and its L1 comes in the last step.
-    const uint32_t steps = groups() - lead;
-    const uint32_t step = steps == 0 ? 0 : uint32_t(index / (l1_of_group + l2_of_group));
-    if (step < steps) {
-      const uint64_t rest = index - step * (l1_of_group + l2_of_group);
-      const uint64_t l1_here = uint64_t(blocks_of(lead + step)) * l1_tiles;
-      if (rest < l1_here) return in_group(TileKind::l1, lead + step, rest);
-      if (rest < l1_here + l2_of_group) return in_group(TileKind::l2, step, rest - l1_here);
-    }
-    // What remains is L2 only, of the last `lead` groups.
-    const uint64_t before = steps == 0 ? 0 : all_l1 - lead_tiles + steps * l2_of_group;
-    const uint64_t rest = index - before;
-    return in_group(TileKind::l2, steps + uint32_t(rest / l2_of_group), rest % l2_of_group);
+  MEGAMOE_FN TileStep step(uint32_t number) const {
+    const uint32_t all = groups();
+    const auto before = [&](uint32_t group) { return units_before(smaller(group, all)); };
+    const auto lagging = [&](uint32_t group) { return group < lag ? 0 : before(group - lag); };
+    TileStep step{number, before(number), 0, lagging(number), 0, 0, 0};
+    step.l1_units = before(number + 1) - step.l1_first;
+    step.l2_units = lagging(number + 1) - step.l2_first;
+    step.begin = step.l1_first * l1_tiles + step.l2_first * l2_tiles;  // below 2^32, as all tiles together
+    step.end = step.begin + step.l1_units * l1_tiles + step.l2_units * l2_tiles;
+    return step;
+  }
+
+  // The step of tile number `index` < count(), from a step that is not behind it.
+  MEGAMOE_FN TileStep step_of(uint32_t index, TileStep from) const {
+    while (index >= from.end) from = step(from.number + 1);
+    return from;
+  }
+  // Tile number `index` of this step.
+  MEGAMOE_FN Tile in_step(const TileStep& step, uint32_t index) const {
+    const uint32_t rest = index - step.begin, l1_here = step.l1_units * l1_tiles;
+    return rest < l1_here ? tile(TileKind::l1, step.l1_first, step.l1_units, rest)
+                          : tile(TileKind::l2, step.l2_first, step.l2_units, rest - l1_here);
   }
 
  private:
-  MEGAMOE_FN Tile in_group(TileKind kind, uint32_t group, uint64_t rest) const {
-    const uint32_t blocks = blocks_of(group);
-    return {kind, group * group_blocks + uint32_t(rest % blocks), uint32_t(rest / blocks)};
+  MEGAMOE_FN static Tile tile(TileKind kind, uint32_t first, uint32_t units, uint32_t rest) {
+    return {kind, first + rest % units, rest / units};
   }
 };
 

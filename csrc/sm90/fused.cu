@@ -48,7 +48,8 @@ MEGAMOE_FN Entered enter_cta(Context& context, const LaunchArguments& launch) {
 MEGAMOE_FN void init_barriers(Shared& shared) {
   for (uint32_t stage = 0; stage < kStages; ++stage) {
     init_barrier(&shared.full[stage], 2);  // the columns' bytes and the rows'
-    init_barrier(&shared.empty[stage], kMathWarps);
+    init_barrier(&shared.empty[stage], 2 * kMathWarps);
+    shared.empty_too[stage] = cluster_address(&shared.empty[stage], cluster_rank());
   }
   for (uint32_t slot = 0; slot < kTileSlots; ++slot) {
     init_barrier(&shared.tile_full[slot], 1);
@@ -57,6 +58,8 @@ MEGAMOE_FN void init_barriers(Shared& shared) {
   }
   for (uint64_t& stored : shared.stored) init_barrier(&stored, kMathWarps);
   init_barrier(&shared.claim_next, 1);
+  for (Mail& mail : shared.claimed) mail.init();
+  shared.state_of_partner.init();
   publish_barrier_init();
 }
 
@@ -82,6 +85,7 @@ MEGAMOE_FN void set_up(const GroupArguments& group, const RankArguments& mine, S
     if (rank < at_hand) shared.bases[rank] = reinterpret_cast<const uint64_t*>(mine.bases)[rank];
   }
   __syncthreads();
+  cluster_sync();  // the partner's barriers are there
 }
 
 // The shared memory anew, by an address that the compiler takes for a new one: one pointer kept for the whole kernel would
@@ -103,16 +107,14 @@ MEGAMOE_FN void run_load(Shared& shared) {
   if (threadIdx.x == 0) Loader<kScaleGroups>(shared, *reinterpret_cast<const TensorMaps*>(shared.maps)).run();
 }
 
-// Warp 1. Always hands on a last tile that says stop, also when the launch drains: the other roles wait for it.
+// Schedule warp. Always hands on a last tile that says stop, also when the launch drains: the other roles wait for it.
 MEGAMOE_FN void run_schedule(Shared& shared, bool drains) {
-  OneWarp team(1, 0, nullptr);
+  OneWarp team(kScheduleWarp, 0, nullptr);
   Scheduler<kScaleGroups> scheduler(shared, team);
   if (!drains && few_rows(shared.context)) scheduler.rehearse();
   const uint32_t first = team.once([&] { return take(shared.context, Claim::tile); });
   const Table table = drains ? Table{false, 0} : wait_for_table(shared.context, team);
-  if (team.rank() == 0) shared.order = tile_order(shared.context, table.ready ? table.num_blocks : 0);
-  team.sync();
-  scheduler.run(shared.context, shared.order, first);
+  scheduler.run(shared.context, table, first);
 }
 
 // One warp of the math role, after the last tile: most tokens are complete only when nearly all experts are. The pull warps, idle
@@ -148,12 +150,24 @@ MEGAMOE_FN void run_first_warpgroup(Shared& shared) {
                       !build_table(context, team, reinterpret_cast<int32_t*>(shared.launch.recv_stats));
   if (warp == 0) {
     run_load(shared);
-  } else if (warp == 1) {
+  } else if (warp == kScheduleWarp) {
     run_schedule(shared, drains);
   } else {
     if (!drains) run_pull(shared_again(shared));
     OneWarp alone(warp, 0, nullptr);
     clear_other_bank(context, alone);
+  }
+}
+
+// The first warpgroup, in place of that: the launch drains, or stops before dispatch.
+MEGAMOE_FN void run_nothing(Shared& shared) {
+  const uint32_t warp = threadIdx.x / kWarpThreads;
+  if (warp == 0) {
+    OneWarp alone(warp, 0, nullptr);
+    clear_other_bank(shared.context, alone);
+  } else if (threadIdx.x == kScheduleWarp * kWarpThreads) {
+    tell_partner(shared, kDrains);
+    hear_partner(shared);
   }
 }
 
@@ -176,7 +190,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     megamoe_fused(const __grid_constant__ GroupArguments group, const __grid_constant__ RankTable table) {
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   Shared& shared = *reinterpret_cast<Shared*>(shared_bytes);
-  const RankArguments& mine = table.ranks[blockIdx.x % MEGAMOE_RANKS_HERE];
+  const RankArguments& mine = table.ranks[rank_here(MEGAMOE_RANKS_HERE)];
   set_up(group, mine, shared);
   const Context& context = shared.context;
   const Entered entered = shared.entered;
@@ -184,7 +198,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     acknowledge_entry(context, launch_identity(shared.launch), this_worker(MEGAMOE_RANKS_HERE).count);
   if (entered.entry == Entry::refused) {
     if (this_worker(MEGAMOE_RANKS_HERE).index == 0) fill_y(shared);
-    return;
+    return;  // as all CTAs do
   }
   const bool runs = !entered.drains && (!kBringUp || context.stage > Stage::interface);
   // Each warpgroup's way from here to its end is one branch, so that setmaxnreg holds for all of it.
@@ -195,16 +209,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       if (!aborted(context)) run_combine(shared_again(shared));
     }
     barrier_sync(kCtaBarrier, kThreads);
+    cluster_sync();
   } else {
     give_registers<kDispatchRegisters>();
     if (runs) {
       run_first_warpgroup(shared_again(shared));
-    } else if (threadIdx.x < kWarpThreads) {
-      OneWarp alone(0, 0, nullptr);
-      clear_other_bank(context, alone);
+    } else {
+      run_nothing(shared_again(shared));
     }
     barrier_sync(kCtaBarrier, kThreads);
     leave(shared_again(shared));
+    cluster_sync();  // whatever the partner sent has been waited for, and it sends no more
   }
 }
 

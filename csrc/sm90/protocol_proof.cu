@@ -4,7 +4,6 @@
 // the tile, and scatters the result by bulk stores as the real one will. So a wait too few shows in the data.
 // Needs l2_block_n = 128 = l1_block_n / 2 = l2_sf_granularity.
 #include "combine.hpp"
-#include "pool.hpp"
 #include "ptx/convert.hpp"
 #include "roles/row_puller.hpp"
 #include "routes.hpp"
@@ -62,12 +61,12 @@ MEGAMOE_FN bool pull(const Context& context, CtaTeam& cta, Shared& shared) {
 }
 
 MEGAMOE_FN bool run_l1_tile(const Context& context, CtaTeam& cta, const Tile& tile) {
-  if (!cta.once([&] { return wait_for_rows(context, tile.block); })) return false;
+  if (!cta.once([&] { return wait_for_rows(context, tile.unit); })) return false;
   if (context.stage < Stage::l1_epilogue) return true;
   const auto& problem = *context.problem;
   const auto& layout = *context.layout;
-  const uint32_t rows = pool_blocks(context)[tile.block].rows;
-  const uint64_t first_row = uint64_t(tile.block) * problem.block_m;
+  const uint32_t rows = pool_blocks(context)[tile.unit].rows;
+  const uint64_t first_row = uint64_t(tile.unit) * problem.block_m;
   constexpr uint32_t words = kTileColumns / sizeof(uint32_t);
   for (uint32_t i = cta.rank(); i < rows * words; i += cta.size()) {
     const uint64_t row = first_row + i / words;
@@ -85,18 +84,18 @@ MEGAMOE_FN bool run_l1_tile(const Context& context, CtaTeam& cta, const Tile& ti
   }
   cta.sync();
   cta.once([&] {
-    mark_l1_tile(context, tile.block, tile.column);
+    mark_l1_tile(context, tile.unit, tile.column);
     return true;
   });
   return true;
 }
 
 MEGAMOE_FN bool run_l2_tile(const Context& context, CtaTeam& cta, const Tile& tile, Shared& shared) {
-  if (!cta.once([&] { return wait_for_l1_tiles(context, tile.block); })) return false;
+  if (!cta.once([&] { return wait_for_l1_tiles(context, tile.unit); })) return false;
   const auto& problem = *context.problem;
   const auto& layout = *context.layout;
-  const PoolBlock block = pool_blocks(context)[tile.block];
-  const uint64_t first_row = uint64_t(tile.block) * problem.block_m;
+  const PoolBlock block = pool_blocks(context)[tile.unit];
+  const uint64_t first_row = uint64_t(tile.unit) * problem.block_m;
   const float factor = float(1 + tile.column % 7);
   for (uint32_t i = 0; i < block.rows; ++i) {
     const uint64_t row = first_row + i;
@@ -135,7 +134,7 @@ MEGAMOE_FN bool run_tiles(const Context& context, CtaTeam& cta, Shared& shared) 
     const uint32_t index = cta.once([&] { return aborted(context) ? kDrains : take(context, Claim::tile); });
     if (index == kDrains) return false;
     if (index >= order.count()) return true;
-    const Tile tile = order.at(index);
+    const Tile tile = order.in_step(order.step_of(index, order.step(0)), index);
     const bool ran = tile.kind == TileKind::l1 ? run_l1_tile(context, cta, tile) : run_l2_tile(context, cta, tile, shared);
     if (!ran) return false;
   }
@@ -196,7 +195,7 @@ extern "C" __global__ void __launch_bounds__(megamoe::sm90::kCtaThreads, 1)
   using namespace megamoe::sm90;
   extern __shared__ uint8_t shared_bytes[];
   Shared& shared = *reinterpret_cast<Shared*>(shared_bytes);
-  const RankArguments& mine = ranks[blockIdx.x % ranks_here];
+  const RankArguments& mine = ranks[rank_here(ranks_here)];
   const LaunchArguments& launch = mine.launch;
   const Worker worker = this_worker(ranks_here);
   CtaTeam cta(0, kCtaBarrier, &shared.team);

@@ -18,10 +18,12 @@ constexpr uint32_t kLeanStages = 2;  // under way for a tile that others should 
 constexpr uint32_t kTileSlots = 2;
 constexpr uint32_t kUntoldTiles = 4;  // one in each slot, one in its epilogue, one whose results are being told of
 constexpr uint32_t kSharedBases = 8;  // ranks whose buffers' addresses are at hand; of more they are read from memory
+constexpr uint32_t kMailSlots = 8;  // a leader is at most kStages + 1 tiles ahead of its partner
 constexpr uint32_t kClaimLead = 8;  // stages before the end of a tile at which the next one is claimed
 
 constexpr uint32_t kMathWarpgroups = 2;
 constexpr uint32_t kMathWarps = 4 * kMathWarpgroups;
+constexpr uint32_t kScheduleWarp = 1;
 constexpr uint32_t kPullWarps = 2;
 constexpr uint32_t kFirstMathThread = 128;
 constexpr uint32_t kThreads = kFirstMathThread + 128 * kMathWarpgroups;
@@ -48,10 +50,14 @@ struct TileSlot {
   uint32_t turn;     // which tile of this CTA it is
   uint32_t failed;   // the rows never came: compute on, store nothing
   uint32_t stages;   // that may be under way at a time
+  uint32_t shared;   // the partner's tile has the same weights: each of the two CTAs loads half of them for both
   // Weight scales along K: gate and up of an L1 tile, whose 8-column groups alternate; the two pieces of an L2 tile. Those of
   // the CTA's stage number n lie at n % kMaxDepth.
   float scales[2][kMaxDepth];
 };
+
+// A tile without rows whose code is to be fetched: it has no weights either, and its epilogue runs.
+MEGAMOE_FN bool is_rehearsed(const TileSlot& tile) { return tile.rows == 0 && tile.failed == 0; }
 
 // What the schedule role keeps of a tile until its results are stored and it has said so.
 struct UntoldTile {
@@ -60,10 +66,10 @@ struct UntoldTile {
   uint32_t expert_steps;
 };
 
-// Rows of a tile as the epilogue needs them.
+// A warpgroup's rows of a tile as the epilogue needs them, by ThreadPlace::first_row(false).
 struct RowTargets {
-  uint32_t metadata[kBlockM][3];  // source, token, slot
-  float weight[kBlockM];
+  uint32_t metadata[kShortM][3];  // source, token, slot
+  float weight[kShortM];
 };
 
 template <uint32_t kScaleGroups>  // of K, in a stage
@@ -75,11 +81,16 @@ struct SharedStorage {
   RowTargets targets[kMathWarpgroups];
   float row_amax[kUntoldTiles][kMathWarpgroups][kShortM];  // by the tile's turn: a tile is told of after all have read
   alignas(8) uint64_t full[kStages];
+  // Each math warp arrives at two barriers when it is done with a stage: here and, in a cluster whose CTAs work together, at the
+  // partner's. Otherwise twice here.
   uint64_t empty[kStages];
+  uint64_t empty_too[kStages];  // addresses in the cluster
   uint64_t tile_full[kTileSlots];
   uint64_t tile_empty[kTileSlots];
   uint64_t rows_ready[kTileSlots];
   uint64_t claim_next;
+  Mail state_of_partner;
+  Mail claimed[kMailSlots];  // by turn: the number of the tile
   uint64_t stored[kUntoldTiles];  // by the tile's turn: its results are on their way
   TileSlot tiles[kTileSlots];
   UntoldTile untold[kUntoldTiles];

@@ -3,17 +3,22 @@
 #include <cuda/ptx>
 
 #include "launch.hpp"
+#include "ptx/cluster.hpp"
 #include "sm90_arguments.hpp"
 #include "warp_team.hpp"
 
 namespace megamoe::sm90 {
 
-// CTAs are dealt out to the ranks of this GPU, so that the first ones cover every rank.
+// Clusters of CTAs are dealt out to the ranks of this GPU, so that the first ones cover every rank.
 struct Worker {
   uint32_t index;  // among the workers of its rank
   uint32_t count;
 };
-MEGAMOE_FN Worker this_worker(uint32_t ranks_here) { return {blockIdx.x / ranks_here, gridDim.x / ranks_here}; }
+MEGAMOE_FN uint32_t rank_here(uint32_t ranks_here) { return blockIdx.x / cluster_size() % ranks_here; }
+MEGAMOE_FN Worker this_worker(uint32_t ranks_here) {
+  const uint32_t cluster = blockIdx.x / cluster_size();
+  return {cluster / ranks_here * cluster_size() + cluster_rank(), gridDim.x / ranks_here};
+}
 
 // The identity of this launch for enter_launch(): what the host gave, or the grid's own number, which also tells replays of
 // a captured launch apart. Never 0, and below 2^62, of which enter_launch has room.

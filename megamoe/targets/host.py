@@ -67,7 +67,7 @@ def _library(options: tuple[str, ...]) -> ctypes.CDLL:
         "megamoe_launch": (u64, [pointer, pointer, pointer]),
         "megamoe_wait": (ctypes.c_int, [pointer, u64, u64]),
         "megamoe_tile_count": (u64, [u32] * 5),
-        "megamoe_tile_at": (None, [u32] * 5 + [u64, pointer]),
+        "megamoe_tile_at": (None, [u32] * 6 + [pointer]),
         "megamoe_to_e4m3": (ctypes.c_uint8, [ctypes.c_float]),
         "megamoe_from_e4m3": (ctypes.c_float, [ctypes.c_uint8]),
         "megamoe_to_bf16": (ctypes.c_uint16, [ctypes.c_float]),

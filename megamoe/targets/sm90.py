@@ -345,8 +345,10 @@ class Module:
     A kernel that is loaded lazily, at its first launch, can wait for a kernel that spins on a peer.
     """
 
-    def __init__(self, cubin: CubinArtifact, devices: Sequence[int]) -> None:
+    def __init__(self, cubin: CubinArtifact, devices: Sequence[int], cluster: int = 1) -> None:
+        """``cluster``: CTAs of a cluster in every launch."""
         self.artifact = cubin
+        self._cluster = cluster
         self._image = cubin.path.read_bytes()
         self._devices = tuple(devices)
         primary = [primary_context(device) for device in self._devices]
@@ -358,11 +360,18 @@ class Module:
 
     def _load(self, name: str, shared_bytes: int) -> dict[int, Kernel]:
         handle = _call("cuLibraryGetKernel", self._library, name.encode())
-        attribute = _driver().CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        known = _driver().CUfunction_attribute
+        wanted = {}
+        if shared_bytes:
+            wanted[known.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES] = shared_bytes
+        if self._cluster > 1:
+            wanted[known.CU_FUNC_ATTRIBUTE_REQUIRED_CLUSTER_WIDTH] = self._cluster
+            wanted[known.CU_FUNC_ATTRIBUTE_REQUIRED_CLUSTER_HEIGHT] = 1
+            wanted[known.CU_FUNC_ATTRIBUTE_REQUIRED_CLUSTER_DEPTH] = 1
         loaded = {}
         for device in self._devices:
-            if shared_bytes:
-                _call("cuKernelSetAttribute", attribute, shared_bytes, handle, _call("cuDeviceGet", device))
+            for attribute, value in wanted.items():
+                _call("cuKernelSetAttribute", attribute, value, handle, _call("cuDeviceGet", device))
             with on_device(device):
                 function = _call("cuKernelGetFunction", handle)
                 _call("cuFuncLoad", function)  # whatever CUDA_MODULE_LOADING says
@@ -463,15 +472,23 @@ def rank_table_type(num_ranks: int) -> Any:
 
 @cache
 def _fused_module(
-    device: int, ranks_here: int, l2_sf_granularity: int, bring_up: bool, fast: bool, options: tuple[str, ...]
+    device: int,
+    ranks_here: int,
+    l2_sf_granularity: int,
+    bring_up: bool,
+    fast: bool,
+    cluster: int,
+    options: tuple[str, ...],
 ) -> Module:
     """``options`` are those of ``extra_options``, which ``build`` adds: builds that differ live side by side."""
-    return Module(build_fused(ranks_here, l2_sf_granularity, bring_up, fast), [device])
+    return Module(build_fused(ranks_here, l2_sf_granularity, bring_up, fast), [device], cluster)
 
 
-def fused_kernel(device: int, ranks_here: int, l2_sf_granularity: int, bring_up: bool, fast: bool) -> Kernel:
-    """The fused kernel for a GPU, built and loaded at first use."""
-    module = _fused_module(device, ranks_here, l2_sf_granularity, bring_up, fast, extra_options())
+def fused_kernel(
+    device: int, ranks_here: int, l2_sf_granularity: int, bring_up: bool, fast: bool, cluster: int
+) -> Kernel:
+    """The fused kernel for a GPU, built and loaded at first use. ``cluster``: CTAs of a cluster, 1 or 2."""
+    module = _fused_module(device, ranks_here, l2_sf_granularity, bring_up, fast, cluster, extra_options())
     return module.kernels[FUSED_KERNEL][device]
 
 

@@ -261,7 +261,10 @@ class Grid:
         self.ranks = list(ranks)
         sms = torch.cuda.get_device_properties(device).multi_processor_count
         ctas = sms if max_ctas is None else min(sms, max_ctas * len(self.ranks))
-        self.ctas_per_rank = max(1, ctas // len(self.ranks))
+        of_each = max(1, ctas // len(self.ranks))
+        # Two CTAs of a cluster load the weights of two tiles together (csrc/sm90/roles/load.hpp).
+        self._cluster = min(2, of_each)
+        self.ctas_per_rank = of_each // self._cluster * self._cluster
         self._waiting: dict[int, deque[_Waiting]] = {rank: deque() for rank in self.ranks}
         self._group = sm90.group_arguments(layout.config)
         self._programs: dict[tuple[int, bool], _Program] = {}
@@ -280,7 +283,7 @@ class Grid:
     def _add_program(self, num_ranks: int, bring_up: bool) -> _Program:
         config = self.layout.config
         fast = config.accumulate == "fast"
-        kernel = sm90.fused_kernel(self.device, num_ranks, config.l2_sf_granularity, bring_up, fast)
+        kernel = sm90.fused_kernel(self.device, num_ranks, config.l2_sf_granularity, bring_up, fast, self._cluster)
         table = sm90.rank_table_type(num_ranks)()
         packed = sm90.PackedArguments([self._group, table])
         program = _Program(kernel, table, packed, self.ctas_per_rank * num_ranks)

@@ -13,14 +13,21 @@ MEGAMOE_FN void publish_barrier_init() {
 MEGAMOE_FN void arrive(uint64_t* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
-// By one lane of a whole warp, whichever; what the others did before must have been ordered by __syncwarp().
-MEGAMOE_FN void arrive_once(uint64_t* barrier) {
+// By one lane of a whole warp, whichever; what the others did before must have been ordered by __syncwarp(). Arrives at this
+// barrier and at the one in the cluster whose address lies kOtherAt bytes behind it. The reads of a stage are over by then: their
+// values are there, so the second arrival needs no release over the cluster.
+template <uint32_t kOtherAt>
+MEGAMOE_FN void arrive_twice(uint64_t* barrier) {
   asm volatile(
       "{\n\t"
       ".reg .pred chosen;\n\t"
+      ".reg .b32 other;\n\t"
       "elect.sync _|chosen, 0xffffffff;\n\t"
       "@chosen mbarrier.arrive.shared::cta.b64 _, [%0];\n\t"
-      "}" ::"r"(shared_address(barrier))
+      "ld.shared.b32 other, [%0+%1];\n\t"
+      "@chosen mbarrier.arrive.shared::cluster.b64 _, [other];\n\t"
+      "}" ::"r"(shared_address(barrier)),
+      "n"(kOtherAt)
       : "memory");
 }
 MEGAMOE_FN void arrive_expect(uint64_t* barrier, uint32_t num_bytes) {
@@ -46,16 +53,16 @@ MEGAMOE_FN void wait_barrier_if(bool needed, uint64_t* barrier, uint32_t parity)
       : "memory");
 }
 
-// Asks once, and may wait a little for the answer: no branch, so that it can stand between products and their registers, whose
-// stage is kept meanwhile. True where not `needed`. Only a branch on the answer holds back later loads.
-MEGAMOE_FN bool try_barrier_if(bool needed, uint64_t* barrier, uint32_t parity) {
+// Asks once: no branch, so that it can stand between products and their registers, and no wait, for which the stage of the
+// products would be kept. True where not `needed`. Only a branch on the answer holds back later loads.
+MEGAMOE_FN bool test_barrier_if(bool needed, uint64_t* barrier, uint32_t parity) {
   uint32_t reached;
   asm volatile(
       "{\n\t"
       ".reg .pred reached, needed;\n\t"
       "setp.ne.u32 needed, %3, 0;\n\t"
       "setp.eq.u32 reached, %3, 0;\n\t"
-      "@needed mbarrier.try_wait.parity.shared::cta.b64 reached, [%1], %2;\n\t"
+      "@needed mbarrier.test_wait.parity.shared::cta.b64 reached, [%1], %2;\n\t"
       "selp.u32 %0, 1, 0, reached;\n\t"
       "}"
       : "=r"(reached)
@@ -90,6 +97,14 @@ MEGAMOE_FN void load_tensor(void* shared, const TensorMap* map, uint64_t* barrie
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::
           "r"(shared_address(shared)),
       "l"(map), "r"(shared_address(barrier)), "r"(inner), "r"(outer)
+      : "memory");
+}
+// The same to both CTAs of the cluster, each of whose barriers counts the bytes.
+MEGAMOE_FN void load_tensor_for_both(void* shared, const TensorMap* map, uint64_t* barrier, uint32_t inner, uint32_t outer) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
+      "[%0], [%1, {%3, %4}], [%2], %5;" ::"r"(shared_address(shared)),
+      "l"(map), "r"(shared_address(barrier)), "r"(inner), "r"(outer), "h"(uint16_t(3))
       : "memory");
 }
 // Four bytes of global memory into shared memory, without waiting.

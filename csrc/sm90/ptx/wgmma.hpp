@@ -1,14 +1,12 @@
 // Warpgroup products on e4m3 tiles in shared memory: rows of 128 bytes under the 128-byte swizzle.
 #pragma once
-#include "primitives.hpp"
+#include "ptx/address.hpp"
 #include "wgmma_fp8.hpp"
 
 namespace megamoe::sm90 {
 
 constexpr uint32_t kSwizzledRowBytes = 128;
 constexpr uint32_t kProductDepth = 32;  // of K, of one instruction
-
-MEGAMOE_FN uint32_t shared_address(const void* pointer) { return uint32_t(__cvta_generic_to_shared(pointer)); }
 
 // Matrix descriptor: start address, 1024 bytes between groups of eight rows, 128-byte swizzle. In two halves, of which only
 // the first depends on the address: adding bytes / kDescriptorBytes to it moves on.

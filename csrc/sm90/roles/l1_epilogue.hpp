@@ -99,7 +99,7 @@ class ActivationStore {
   template <bool kFastMath>
   MEGAMOE_FN void activate(float (&sums)[kPieces * kSumsPerPiece]) const {
     const float* weights = shared_.targets[place_.warpgroup].weight;
-    const float weight[2] = {weights[place_.first_row(kTall)], weights[place_.first_row(kTall) + 8]};
+    const float weight[2] = {weights[place_.first_row(false)], weights[place_.first_row(false) + 8]};
 #pragma unroll
     for (uint32_t group = 0; group < kGroups; ++group)
 #pragma unroll

@@ -16,7 +16,7 @@ MEGAMOE_FN void scatter_results(const Context& context, const Shared& shared, co
   for (uint32_t r = 0; r < 2; ++r) {
     const uint32_t row = place.first_row(tall) + 8 * r;
     const bool valid = row < tile.rows;
-    const uint32_t* target = shared.targets[place.warpgroup].metadata[row];
+    const uint32_t* target = shared.targets[place.warpgroup].metadata[place.first_row(false) + 8 * r];
     uint16_t* to = nullptr;
     if (valid)
       to = context.peer<uint16_t>(target[0], region) + target[2] * region.stride[0] +

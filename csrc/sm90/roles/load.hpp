@@ -1,5 +1,6 @@
 // Load role, one lane of a warp: keeps the stages filled across the borders of tiles. Weights do not depend on dispatch,
-// so the first stages of a tile get theirs before its rows are there.
+// so the first stages of a tile get theirs before its rows are there. Of weights that the partner in the cluster needs too, each of
+// the two loads half, for both.
 #pragma once
 #include "roles/schedule.hpp"
 
@@ -25,9 +26,12 @@ class Loader {
     for (RingPosition<kTileSlots> next;; next.advance()) {
       wait_barrier(&shared_.tile_full[next.slot()], next.parity());
       const TileSlot& tile = shared_.tiles[next.slot()];
-      if (tile.work == TileWork::stop) return;
+      if (tile.work == TileWork::stop) break;
       load_tile(tile, next);
     }
+    // Both CTAs have arrived for the last time at the barriers here.
+    for (RingPosition<kStages> last{stage_.turn < kStages ? 0 : stage_.turn - kStages}; last.turn != stage_.turn; last.advance())
+      wait_barrier(&shared_.empty[last.slot()], last.parity());
   }
 
  private:
@@ -35,6 +39,7 @@ class Loader {
   struct Operands {
     const OperandMaps* maps;
     uint32_t first_row, first_column, row_boxes, column_boxes, groups, depth;
+    bool shared;  // columns, with the partner
   };
   MEGAMOE_FN Operands operands_of(const TileSlot& tile) const {
     const Problem& problem = shared_.problem;
@@ -46,7 +51,8 @@ class Loader {
             tile.rows > kShortM ? 2u : 1u,
             tile.rows == 0 ? 0 : tile.pieces,
             l1 ? 1u : kScaleGroups,
-            tile.depth};
+            tile.depth,
+            tile.shared != 0};
   }
 
   MEGAMOE_FN void load_tile(const TileSlot& tile, const RingPosition<kTileSlots>& position) {
@@ -60,7 +66,7 @@ class Loader {
     RingPosition<kStages> rows_stage = stage_;
     for (uint32_t k = 0; k < lead; ++k) load_columns(tile, operands, k);
     wait_barrier(rows_ready, position.parity());
-    const bool rehearsed = operands.column_boxes == 0;
+    const bool rehearsed = is_rehearsed(tile);
     const bool ready = tile.failed == 0 && !rehearsed;
     // From here on only `stages` is read of the slot, and that before the last stage is handed on.
     arrive(&shared_.tile_empty[position.slot()]);
@@ -77,9 +83,16 @@ class Loader {
     const RingPosition<kStages> before{stage_.turn - tile.stages};  // must be free again
     if (stage_.turn >= tile.stages) wait_barrier(&shared_.empty[before.slot()], before.parity());
     arrive_expect(full, operands.column_boxes * kPieceN * kBlockK);
-    for (uint32_t box = 0; box < operands.column_boxes; ++box)
-      load_tensor(&shared_.columns[stage_.slot()][box * kPieceN * kBlockK], &operands.maps->columns, full, k * kBlockK,
-                  operands.first_column + box * kPieceN);
+    const uint32_t first = operands.shared ? cluster_rank() : 0, step = operands.shared ? cluster_size() : 1;
+    for (uint32_t box = first; box < operands.column_boxes; box += step) {
+      uint8_t* to = &shared_.columns[stage_.slot()][box * kPieceN * kBlockK];
+      const uint32_t column = operands.first_column + box * kPieceN;
+      if (operands.shared) {
+        load_tensor_for_both(to, &operands.maps->columns, full, k * kBlockK, column);
+      } else {
+        load_tensor(to, &operands.maps->columns, full, k * kBlockK, column);
+      }
+    }
     stage_.advance();
   }
 

@@ -12,8 +12,8 @@ MEGAMOE_FN void fetch_row_targets(const Context& context, Shared& shared, const 
   const auto& layout = *context.layout;
   RowTargets& targets = shared.targets[place.warpgroup];
   if (place.lane < 16) {
-    const uint32_t row = place.warp_row(tall) + place.lane;
-    const uint64_t pool_row = uint64_t(tile.block) * kBlockM + row;
+    const uint32_t row = place.warp_row(false) + place.lane;
+    const uint64_t pool_row = uint64_t(tile.block) * kBlockM + place.warp_row(tall) + place.lane;
     const uint32_t* metadata =
         context.own<uint32_t>(layout.token_src_metadata) + pool_row * layout.token_src_metadata.stride[0];
     for (uint32_t word = 0; word < 3; ++word) copy_word_async(&targets.metadata[row][word], metadata + word);

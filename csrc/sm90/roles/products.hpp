@@ -29,6 +29,11 @@ struct TileResult {
   bool failed;
 };
 
+template <class Shared>
+MEGAMOE_FN void release_stage(Shared& shared, uint32_t slot) {
+  arrive_twice<sizeof(Shared::empty)>(&shared.empty[slot]);
+}
+
 // One tile's products into `sums`. `kPieces` pieces of 128 columns a warpgroup: 2 for a tall tile, 1 for a short one; those
 // from `tile.pieces` on are multiplied from what lies there and stored by nobody. `kGroups` scale groups of K a stage.
 // `on_first_stage()` runs once the tile's rows are there.
@@ -92,7 +97,7 @@ MEGAMOE_FN void multiply_tile(Shared& shared, RingPosition<kStages>& stage, cons
         if (piece + 1 == kPieces && group + 1 == kGroups) {
           stage.advance();
           more = stage.turn != tile.end;
-          reached = try_barrier_if(more, &shared.full[stage.slot()], stage.parity());
+          reached = test_barrier_if(more, &shared.full[stage.slot()], stage.parity());
         }
         wgmma_wait(part);
         if (piece + 1 == kPieces) {
@@ -100,7 +105,7 @@ MEGAMOE_FN void multiply_tile(Shared& shared, RingPosition<kStages>& stage, cons
             load_fragments(true, slot, group + 1, fragment);
           } else {
             __syncwarp();
-            arrive_once(&shared.empty[slot]);
+            release_stage(shared, slot);
             wait_barrier_if(!reached, &shared.full[stage.slot()], stage.parity());
             load_fragments(more, stage.slot(), 0, fragment);
           }

@@ -92,7 +92,7 @@ MEGAMOE_FN void multiply_tile_fast(Shared& shared, RingPosition<kStages>& stage,
       wgmma_wait(sums);
     }
     __syncwarp();
-    arrive_once(&shared.empty[slot]);
+    release_stage(shared, slot);
     wait_barrier_if(more, &shared.full[stage.slot()], stage.parity());
   }
 #pragma unroll

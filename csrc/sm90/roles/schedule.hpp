@@ -12,14 +12,30 @@ constexpr uint32_t kGroupBlocks = 16, kSmallGroupBlocks = 8;
 constexpr uint32_t kGroupLag = 1;
 constexpr uint32_t kRehearsedStages = 1;  // of a tile; two were no faster
 
-MEGAMOE_FN bool few_blocks(const Context& context, uint32_t num_blocks) {
-  return num_blocks <= 2 * context.problem->experts_per_rank;
+// What a CTA says to its partner once the table is there: that it drains, or one more than the number of the tile it claimed first.
+constexpr uint32_t kDrains = 0;
+
+template <class Shared>
+MEGAMOE_FN void tell_partner(Shared& shared, uint32_t state) {
+  if (cluster_size() == 2) shared.state_of_partner.send(state, partner());
 }
 
-MEGAMOE_FN TileOrder tile_order(const Context& context, uint32_t num_blocks) {
+// Every CTA says it once, and hears it once before it ends: it waits with a deadline for the table, and says so in any case.
+template <class Shared>
+MEGAMOE_FN uint32_t hear_partner(Shared& shared) {
+  if (cluster_size() == 1) return kDrains;
+  wait_barrier(&shared.state_of_partner.full, 0);
+  return shared.state_of_partner.word;
+}
+
+MEGAMOE_FN TileOrder tile_order(const Context& context, uint32_t num_blocks, bool in_pairs) {
   const uint32_t l1_tiles = context.stage >= Stage::l1_gemm ? context.problem->num_l1_tiles : 0;
   const uint32_t l2_tiles = context.has_l2() ? context.problem->num_l2_tiles : 0;
-  return {num_blocks, l1_tiles, l2_tiles, few_blocks(context, num_blocks) ? kSmallGroupBlocks : kGroupBlocks, kGroupLag};
+  if (in_pairs) {
+    const uint32_t* groups = pair_groups(context);
+    return {groups[1 + groups[0]], l1_tiles, l2_tiles, 0, kGroupLag, groups};
+  }
+  return {num_blocks, l1_tiles, l2_tiles, many_blocks(context, num_blocks) ? kGroupBlocks : kSmallGroupBlocks, kGroupLag};
 }
 
 template <uint32_t kScaleGroups>
@@ -38,6 +54,7 @@ class Scheduler {
         TileSlot& slot = shared_.tiles[next_.slot()];
         slot.work = work;
         slot.block = slot.column = slot.expert = slot.rows = slot.failed = 0;
+        slot.shared = 0;
         slot.depth = kRehearsedStages;
         slot.end = next_stage_ + kRehearsedStages;
         slot.stages = kStages;
@@ -55,11 +72,18 @@ class Scheduler {
   }
 
   // `first`: number of the first tile, claimed before the table was there: a claim needs nothing of it.
-  MEGAMOE_FN void run(const Context& context, const TileOrder& order, uint32_t first) {
-    for (;; next_.advance()) {
-      const uint32_t index = warp_.once([&] { return claim_next(context, first); });
-      if (index >= order.count()) break;
-      push(context, order.at(index), order);
+  MEGAMOE_FN void run(const Context& context, const Table& table, uint32_t first) {
+    together_ = table.ready && cluster_size() == 2 && many_blocks(context, table.num_blocks);
+    first_ = first;
+    const bool runs = warp_.once([&] { return begin(context, table); });
+    if (runs) {
+      TileStep step = shared_.order.step(0);
+      for (;; next_.advance()) {
+        const uint32_t index = warp_.once([&] { return claim_next(context); });
+        if (index >= shared_.order.count()) break;
+        step = shared_.order.step_of(index, step);
+        push(context, shared_.order.in_step(step, index));
+      }
     }
     warp_.once([&] { return stop(context); });
   }
@@ -68,24 +92,63 @@ class Scheduler {
   static constexpr uint32_t kNoIndex = ~0u;
   static constexpr uint32_t kIdleNs = 40;
 
-  // By the first lane: looks after the tiles under way until the next one may be pushed. kNoIndex when the launch drains.
-  MEGAMOE_FN uint32_t claim_next(const Context& context, uint32_t first) {
-    uint32_t index = first;
-    const uint32_t before = next_.turn - rehearsed_;
-    bool claimed = before == 0;
+  // By the first lane: the order, and with many blocks an understanding with the partner. The two then take the tiles of two blocks
+  // at a time, of which the leader claims the number, and keep step: a stage is free when both are done with it. Numbers that
+  // both have claimed are done in their order. False when this CTA or its partner drains.
+  MEGAMOE_FN bool begin(const Context& context, const Table& table) {
+    if (!table.ready) {
+      tell_partner(shared_, kDrains);
+      return false;
+    }
+    shared_.order = tile_order(context, table.num_blocks, together_);
+    while (together_ && told_ != next_.turn) {  // rehearsed tiles, whose stages are this CTA's alone
+      tell(context);
+      __nanosleep(kIdleNs);
+    }
+    tell_partner(shared_, first_ + 1);
+    if (!together_) return true;
+    const uint32_t state = hear_partner(shared_);
+    if (state == kDrains) return false;
+    second_ = first_ < state - 1 ? state - 1 : first_;
+    first_ = smaller(first_, state - 1);
+    for (uint32_t stage = 0; stage < kStages; ++stage)
+      shared_.empty_too[stage] = cluster_address(&shared_.empty[stage], partner());
+    return true;
+  }
+
+  // By the first lane: waits until the next tile may be pushed. Its number, or kNoIndex when the launch drains.
+  MEGAMOE_FN uint32_t claim_next(const Context& context) {
+    uint32_t index = 0;
+    bool claimed = false;
     for (;;) {
       tell(context);
       if (waits_) wait_for_inputs(context);
-      // The load role is about to end its tile.
-      if (!claimed && test_barrier(&shared_.claim_next, (before - 1) & 1)) {
-        index = aborted(context) ? kNoIndex : take(context, Claim::tile);
-        claimed = true;
-      }
+      if (!claimed) claimed = look_for_claim(context, index);
       if (claimed && next_.turn - told_ < kUntoldTiles &&
           test_barrier(&shared_.tile_empty[next_.slot()], next_.parity() ^ 1))
         return index;
       __nanosleep(kIdleNs);
     }
+  }
+
+  // By the first lane: whether there is a number for the next tile.
+  MEGAMOE_FN bool look_for_claim(const Context& context, uint32_t& index) {
+    const uint32_t before = next_.turn - rehearsed_;  // tiles
+    Mail& mail = shared_.claimed[before % kMailSlots];
+    if (together_ && cluster_rank() != 0) {
+      if (!test_barrier(&mail.full, before / kMailSlots & 1)) return false;
+      index = mail.word;
+      mail.expect();
+      return true;
+    }
+    if (before == 0) {
+      index = first_;
+    } else {
+      if (!test_barrier(&shared_.claim_next, (before - 1) & 1)) return false;  // the load role is about to end its tile
+      index = aborted(context) ? kNoIndex : together_ && before == 1 ? second_ : take(context, Claim::tile);
+    }
+    if (together_) mail.send(index, partner());
+    return true;
   }
 
   // By the first lane.
@@ -96,6 +159,7 @@ class Scheduler {
       tell(context);
       __nanosleep(kIdleNs);
     }
+    hear_partner(shared_);
     return true;
   }
 
@@ -116,17 +180,31 @@ class Scheduler {
   // With few blocks the memory is what all wait for, and it serves by requests under way. If the L1 tiles are a few more than
   // there are CTAs, the last ones run beside L2 tiles of the first group and have L2 tiles behind them: those before them then
   // ask for less.
-  MEGAMOE_FN static bool yields(const Context& context, const Tile& tile, const TileOrder& order) {
-    return tile.kind == TileKind::l2 && few_blocks(context, order.num_blocks) && order.groups() == 2 &&
-           tile.block < order.group_blocks;
+  MEGAMOE_FN bool yields(const Context& context, const Tile& tile) const {
+    const TileOrder& order = shared_.order;
+    return tile.kind == TileKind::l2 && !together_ && !many_blocks(context, order.num_units) && order.groups() == 2 &&
+           tile.unit < order.group_units;
+  }
+
+  // This CTA's block of a tile, and its partner's.
+  struct Blocks {
+    uint32_t mine, other;
+  };
+  MEGAMOE_FN Blocks blocks_of(const Context& context, const Tile& tile) const {
+    if (!together_) return {tile.unit, kUnpaired};
+    const uint32_t* pair = pair_blocks(context, tile.unit);
+    return {pair[cluster_rank()], pair[partner()]};
   }
 
   // Tell the others what comes, so that weights are loaded at once. The weight scales, which every thread of the math role
   // needs for every stage, are there before a stage is full: its rows are loaded after wait_for_inputs() said so.
-  MEGAMOE_FN void push(const Context& context, const Tile& tile, const TileOrder& order) {
+  MEGAMOE_FN void push(const Context& context, const Tile& tile) {
     TileSlot& slot = shared_.tiles[next_.slot()];
     const Problem& problem = shared_.problem;
-    const PoolBlock block = pool_blocks(context)[tile.block];
+    const Blocks blocks = blocks_of(context, tile);
+    const bool idle = blocks.mine == kUnpaired;  // keeps step with the partner, and loads and stores nothing
+    const PoolBlock block = idle ? PoolBlock{0, 0} : pool_blocks(context)[blocks.mine];
+    const bool shared = !idle && blocks.other != kUnpaired && pool_blocks(context)[blocks.other].expert == block.expert;
     const bool l1 = tile.kind == TileKind::l1;
     const uint32_t depth = (l1 ? problem.hidden : problem.intermediate) / kBlockK;
     const uint32_t scale_rows = (l1 ? 2 * problem.intermediate : problem.hidden) / kScaleBlock;
@@ -134,19 +212,21 @@ class Scheduler {
     const uint32_t pieces = l1 ? 2 : smaller(2, scale_rows - scale_row);
     if (warp_.rank() == 0) {
       slot.work = l1 ? TileWork::l1 : TileWork::l2;
-      slot.block = tile.block;
+      slot.block = idle ? 0 : blocks.mine;
       slot.column = tile.column;
       slot.rows = block.rows;
       slot.expert = block.expert;
       slot.depth = depth;
       slot.end = next_stage_ + depth;
       slot.pieces = pieces;
-      slot.failed = 0;
-      slot.stages = yields(context, tile, order) ? kLeanStages : kStages;
+      slot.failed = idle;
+      slot.stages = yields(context, tile) ? kLeanStages : kStages;
+      slot.shared = shared;
       slot.turn = next_.turn;
       shared_.patience = {};
       arrive(&shared_.tile_full[next_.slot()]);
-      shared_.untold[next_.turn % kUntoldTiles] = {slot.work, tile.block, tile.column, block.expert, 0,
+      if (idle) arrive(&shared_.rows_ready[next_.slot()]);
+      shared_.untold[next_.turn % kUntoldTiles] = {slot.work, blocks.mine, tile.column, block.expert, idle,
                                                    l1 ? 0 : expert_steps(context, block.expert)};
     }
     const float* first = reinterpret_cast<const float*>(l1 ? shared_.launch.l1_sf : shared_.launch.l2_sf) +
@@ -160,7 +240,7 @@ class Scheduler {
     }
     next_stage_ += depth;
     __syncwarp();
-    waits_ = true;
+    waits_ = !idle;
   }
 
   // By the first lane: looks for the rows of the tile pushed last. When the launch drains, the others are told not to load
@@ -183,6 +263,8 @@ class Scheduler {
   uint32_t rehearsed_ = 0;         // tiles before the first real one
   uint32_t told_ = 0;              // turn of the tile to tell of
   bool waits_ = false;             // for the inputs of the tile before next_
+  bool together_ = false;          // with the partner in the cluster
+  uint32_t first_ = 0, second_ = 0;  // numbers that were claimed before the table was there
 };
 
 }  // namespace megamoe::sm90
