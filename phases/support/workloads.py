@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from megamoe.config import Accumulate, MegaMoEConfig, Stage, ceil_div
 from phases.support.inputs import ACTIVATIONS, Workload
@@ -84,6 +85,7 @@ def numeric_cases(ranks: Ranks, stage: Stage) -> dict[str, list[Workload]]:
             _edge_counts(ranks, tiles, edge) for tiles, edges in BLOCK_EDGES[ranks.target].items() for edge in edges
         ],
         "token_counts": _token_counts(ranks),
+        "many_blocks": _many_blocks(ranks, stage),
         "masked": _masked(ranks),
         "duplicate_expert": [
             Workload("duplicate_expert", make_config(ranks, tiles=2), tokens_of(ranks), routing="duplicate")
@@ -173,6 +175,31 @@ def _token_counts(ranks: Ranks) -> list[Workload]:
     works = [Workload(f"token_counts[{','.join(map(str, spread))}]", config, spread) for spread in spreads]
     nothing = Workload("token_counts[0]", config, (0,) * num_ranks, empty=frozenset({"tokens", "routes"}))
     return [*works, nothing]
+
+
+def _many_blocks(ranks: Ranks, stage: Stage) -> list[Workload]:
+    """More than two blocks an expert, which target sm90 takes two by two: blocks of one expert and of two experts, more
+    and less than half full, and one that is left over."""
+    works = []
+
+    def add(pattern: Sequence[float], shape: tuple[int, int], accumulate: Accumulate = "fp32", **options: int) -> None:
+        config = make_config(ranks, shape=shape, tiles=2, accumulate=accumulate, **options)
+        rows = [
+            int(pattern[expert % len(pattern)] * config.block_m) + expert % 2 for expert in range(config.num_experts)
+        ]
+        tokens = ceil_div(sum(rows), config.num_topk * config.num_ranks) + 1
+        name = f"many_blocks[hidden={shape[0]},granularity={config.l2_sf_granularity},{accumulate}]"
+        config = replace(config, num_max_tokens_per_rank=tokens)
+        works.append(Workload(name, config, tokens_of(ranks, tokens), routing="counts", counts=tuple(rows)))
+
+    uneven = (5, 2.5, 3, 3, 0, 4.5)
+    for granularity in _granularities(stage):
+        add(uneven, ODD, granularity=granularity)
+    if stage >= Stage.L1_GEMM:
+        add(uneven, ODD, "fast")
+    if ranks.target == "sm90":
+        add((3, 2.5), REAL, num_experts=2 * ranks.num_ranks, num_topk=1)
+    return works
 
 
 def _masked(ranks: Ranks) -> list[Workload]:
