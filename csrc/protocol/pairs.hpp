@@ -31,7 +31,8 @@ MEGAMOE_FN uint32_t* pair_groups(const Context& context) { return context.own<ui
 template <class Team>
 MEGAMOE_FN void build_pairs(const Context& context, Team& team) {
   const auto& problem = *context.problem;
-  // Blocks that wait for another of their kind, by number. Reused after more than a round has come to.
+  // Blocks that wait for another of their kind, by their number. A place is reused 1024 blocks of the kind later; a round has
+  // less.
   constexpr uint32_t places = kRoutesPerChunk / 2;
   uint32_t* tall_left = team.scratch().words;
   uint32_t* short_left = tall_left + places;

@@ -35,8 +35,8 @@ MEGAMOE_FN void arrive_expect(uint64_t* barrier, uint32_t num_bytes) {
                : "memory");
 }
 // Waits only where `needed`: to the compiler no branch, which between products and their registers would serialise them.
-// Between roles of one CTA only: the role on the other side waits for ranks with a deadline and always goes on, so
-// this wait needs none of its own.
+// Between roles of one CTA, or of two that work together, only: the role on the other side waits for ranks with a deadline and
+// always goes on, so this wait needs none of its own.
 MEGAMOE_FN void wait_barrier_if(bool needed, uint64_t* barrier, uint32_t parity) {
   asm volatile(
       "{\n\t"

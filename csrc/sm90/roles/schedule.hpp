@@ -12,15 +12,16 @@ constexpr uint32_t kGroupBlocks = 16, kSmallGroupBlocks = 8;
 constexpr uint32_t kGroupLag = 1;
 constexpr uint32_t kRehearsedStages = 1;  // of a tile; two were no faster
 
-// What a CTA says to its partner once the table is there: that it drains, or one more than the number of the tile it claimed first.
+// What a CTA says to its partner when the table is there or the launch drains: that, or what it claimed and whether it rehearsed.
 constexpr uint32_t kDrains = 0;
+MEGAMOE_FN uint32_t ready_state(uint32_t first, bool rehearsed) { return 2 * first + 2 + rehearsed; }
 
 template <class Shared>
 MEGAMOE_FN void tell_partner(Shared& shared, uint32_t state) {
   if (cluster_size() == 2) shared.state_of_partner.send(state, partner());
 }
 
-// Every CTA says it once, and hears it once before it ends: it waits with a deadline for the table, and says so in any case.
+// Every CTA that is let in says it once, and hears it once before it ends. It comes: who says it waits with a deadline for the table.
 template <class Shared>
 MEGAMOE_FN uint32_t hear_partner(Shared& shared) {
   if (cluster_size() == 1) return kDrains;
@@ -94,29 +95,32 @@ class Scheduler {
 
   // By the first lane: the order, and with many blocks an understanding with the partner. The two then take the tiles of two blocks
   // at a time, of which the leader claims the number, and keep step: a stage is free when both are done with it. Numbers that
-  // both have claimed are done in their order. False when this CTA or its partner drains.
+  // both have claimed are done in their order. False when this CTA or its partner drains, or when the number of tokens changed
+  // as they entered, so that only one rehearsed.
   MEGAMOE_FN bool begin(const Context& context, const Table& table) {
-    if (!table.ready) {
-      tell_partner(shared_, kDrains);
-      return false;
-    }
-    shared_.order = tile_order(context, table.num_blocks, together_);
-    while (together_ && told_ != next_.turn) {  // rehearsed tiles, whose stages are this CTA's alone
+    if (!table.ready) tell_partner(shared_, kDrains);
+    // Rehearsed tiles end: their stages are this CTA's alone, and who drains says at once in the first of the two slots to stop.
+    while ((together_ || !table.ready) && told_ != next_.turn) {
       tell(context);
       __nanosleep(kIdleNs);
     }
-    tell_partner(shared_, first_ + 1);
+    if (!table.ready) return false;
+    shared_.order = tile_order(context, table.num_blocks, together_);
+    const bool rehearsed = rehearsed_ != 0;
+    tell_partner(shared_, ready_state(first_, rehearsed));
     if (!together_) return true;
     const uint32_t state = hear_partner(shared_);
-    if (state == kDrains) return false;
-    second_ = first_ < state - 1 ? state - 1 : first_;
-    first_ = smaller(first_, state - 1);
+    if (state == kDrains || state % 2 != rehearsed) return false;
+    const uint32_t mine = first_, other = state / 2 - 1;
+    first_ = smaller(mine, other);
+    second_ = mine + other - first_;
     for (uint32_t stage = 0; stage < kStages; ++stage)
       shared_.empty_too[stage] = cluster_address(&shared_.empty[stage], partner());
     return true;
   }
 
-  // By the first lane: waits until the next tile may be pushed. Its number, or kNoIndex when the launch drains.
+  // By the first lane: waits until the next tile may be pushed, for which the inputs of the one before must be there: the number
+  // can come before, from a leader whose inputs are. Its number, or kNoIndex when the launch drains.
   MEGAMOE_FN uint32_t claim_next(const Context& context) {
     uint32_t index = 0;
     bool claimed = false;
@@ -124,7 +128,7 @@ class Scheduler {
       tell(context);
       if (waits_) wait_for_inputs(context);
       if (!claimed) claimed = look_for_claim(context, index);
-      if (claimed && next_.turn - told_ < kUntoldTiles &&
+      if (claimed && !waits_ && next_.turn - told_ < kUntoldTiles &&
           test_barrier(&shared_.tile_empty[next_.slot()], next_.parity() ^ 1))
         return index;
       __nanosleep(kIdleNs);
@@ -225,7 +229,6 @@ class Scheduler {
       slot.turn = next_.turn;
       shared_.patience = {};
       arrive(&shared_.tile_full[next_.slot()]);
-      if (idle) arrive(&shared_.rows_ready[next_.slot()]);
       shared_.untold[next_.turn % kUntoldTiles] = {slot.work, blocks.mine, tile.column, block.expert, idle,
                                                    l1 ? 0 : expert_steps(context, block.expert)};
     }
@@ -240,6 +243,7 @@ class Scheduler {
     }
     next_stage_ += depth;
     __syncwarp();
+    if (idle && warp_.rank() == 0) arrive(&shared_.rows_ready[next_.slot()]);
     waits_ = !idle;
   }
 
