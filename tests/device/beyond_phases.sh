@@ -12,12 +12,13 @@ OUT="${OUT:-runs/device}"
 SOAK_SECONDS="${SOAK_SECONDS:-80}"
 SOAK_SEED="${SOAK_SEED:-1}"
 limit="${LIMIT_S:-480}"
-on_gpu0=(fill graphs several host_cost host_views foreign rerun_fast)
+alone=(host_cost) # on GPU 0; what the host does beside it would count
+on_gpu0=(fill graphs several host_views foreign rerun_fast)
 on_gpu1=(memcheck synccheck initcheck racecheck_minimal racecheck memcheck-fast)
 on_both=(faults litmus soak rerun worlds replay_faults no_fence relaxed_tile_counter relaxed_arrival soak-fast soak-nccl)
-wanted=" ${*:-${on_gpu0[*]} ${on_gpu1[*]} ${on_both[*]}} "
+wanted=" ${*:-${alone[*]} ${on_gpu0[*]} ${on_gpu1[*]} ${on_both[*]}} "
 for name in $wanted; do
-  [[ " ${on_gpu0[*]} ${on_gpu1[*]} ${on_both[*]} " == *" $name "* ]] || {
+  [[ " ${alone[*]} ${on_gpu0[*]} ${on_gpu1[*]} ${on_both[*]} " == *" $name "* ]] || {
     echo "no step named $name" >&2
     exit 2
   }
@@ -92,6 +93,12 @@ if [[ "$wanted" == *" racecheck "* ]]; then # with line numbers
     builds+=($!)
   done
 fi
+wait "${builds[@]}"
+(
+  export CUDA_VISIBLE_DEVICES=0
+  log="$OUT/gpu0.log"
+  for name in "${alone[@]}"; do step "$name"; done
+)
 (
   export CUDA_VISIBLE_DEVICES=0
   log="$OUT/gpu0.log"
@@ -104,7 +111,7 @@ first=$!
   for name in "${on_gpu1[@]}"; do step "$name"; done
 ) &
 second=$!
-wait "$first" "$second" "${builds[@]}"
+wait "$first" "$second"
 cat "$log.tests" >>"$log" && rm -f "$log.tests"
 log="$OUT/both.log"
 for name in "${on_both[@]}"; do step "$name"; done

@@ -16,8 +16,8 @@ MEGAMOE_FN uint32_t cluster_rank() {
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
-// A barrier over the cluster, by every thread; without clusters nothing. Orders no memory: what partners send each other comes with
-// barriers of its own, and those are published by publish_barrier_init().
+// A barrier over the cluster, by every thread; without clusters nothing. Orders no memory: what partners send each other
+// comes with barriers of its own, and those are published by publish_barrier_init().
 MEGAMOE_FN void cluster_sync() {
   if (cluster_size() == 1) return;
   asm volatile(

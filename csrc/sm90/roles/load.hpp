@@ -1,6 +1,6 @@
 // Load role, one lane of a warp: keeps the stages filled across the borders of tiles. Weights do not depend on dispatch,
-// so the first stages of a tile get theirs before its rows are there. Of weights that the partner in the cluster needs too, each of
-// the two loads half, for both.
+// so the first stages of a tile get theirs before its rows are there. Of weights that the partner in the cluster needs
+// too, each of the two loads half, for both.
 #pragma once
 #include "roles/schedule.hpp"
 
@@ -30,7 +30,8 @@ class Loader {
       load_tile(tile, next);
     }
     // Both CTAs have arrived for the last time at the barriers here.
-    for (RingPosition<kStages> last{stage_.turn < kStages ? 0 : stage_.turn - kStages}; last.turn != stage_.turn; last.advance())
+    const uint32_t first = stage_.turn < kStages ? 0 : stage_.turn - kStages;
+    for (RingPosition<kStages> last{first}; last.turn != stage_.turn; last.advance())
       wait_barrier(&shared_.empty[last.slot()], last.parity());
   }
 

@@ -12,7 +12,8 @@ constexpr uint32_t kGroupBlocks = 16, kSmallGroupBlocks = 8;
 constexpr uint32_t kGroupLag = 1;
 constexpr uint32_t kRehearsedStages = 1;  // of a tile; two were no faster
 
-// What a CTA says to its partner when the table is there or the launch drains: that, or what it claimed and whether it rehearsed.
+// What a CTA says to its partner when the table is there or the launch drains: that it drains, or what it claimed and whether
+// it rehearsed.
 constexpr uint32_t kDrains = 0;
 MEGAMOE_FN uint32_t ready_state(uint32_t first, bool rehearsed) { return 2 * first + 2 + rehearsed; }
 
@@ -21,7 +22,8 @@ MEGAMOE_FN void tell_partner(Shared& shared, uint32_t state) {
   if (cluster_size() == 2) shared.state_of_partner.send(state, partner());
 }
 
-// Every CTA that is let in says it once, and hears it once before it ends. It comes: who says it waits with a deadline for the table.
+// Every CTA that is let in says it once, and hears it once before it ends. It comes: who says it waits with a deadline for
+// the table.
 template <class Shared>
 MEGAMOE_FN uint32_t hear_partner(Shared& shared) {
   if (cluster_size() == 1) return kDrains;
@@ -93,10 +95,10 @@ class Scheduler {
   static constexpr uint32_t kNoIndex = ~0u;
   static constexpr uint32_t kIdleNs = 40;
 
-  // By the first lane: the order, and with many blocks an understanding with the partner. The two then take the tiles of two blocks
-  // at a time, of which the leader claims the number, and keep step: a stage is free when both are done with it. Numbers that
-  // both have claimed are done in their order. False when this CTA or its partner drains, or when the number of tokens changed
-  // as they entered, so that only one rehearsed.
+  // By the first lane: the order, and with many blocks an understanding with the partner. The two then take the tiles of two
+  // blocks at a time, of which the leader claims the number, and keep step: a stage is free when both are done with it. Numbers
+  // that both have claimed are done in their order. False when this CTA or its partner drains, or when the number of tokens
+  // changed as they entered, so that only one rehearsed.
   MEGAMOE_FN bool begin(const Context& context, const Table& table) {
     if (!table.ready) tell_partner(shared_, kDrains);
     // Rehearsed tiles end: their stages are this CTA's alone, and who drains says at once in the first of the two slots to stop.
