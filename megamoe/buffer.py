@@ -488,9 +488,9 @@ def withdraw(group: LocalGroup | DistributedGroup, reason: ValueError) -> None:
 
 
 def _agree(group: LocalGroup | DistributedGroup, config: MegaMoEConfig) -> None:
-    """Refuse a group whose ranks were created with different configs, or of which one withdrew."""
+    """Refuse a group whose ranks were created with different configs or layouts, or of which one withdrew."""
     fields = dataclasses.asdict(config)
-    digest = hashlib.sha256(repr(fields).encode()).hexdigest()
+    digest = hashlib.sha256(repr((fields, buffer_layout(config).digest)).encode()).hexdigest()
     offers = group.all_gather((digest, fields))
     for rank, offer in enumerate(offers):
         if isinstance(offer, str):
@@ -498,11 +498,15 @@ def _agree(group: LocalGroup | DistributedGroup, config: MegaMoEConfig) -> None:
     for rank, (other_digest, other_fields) in enumerate(offers):
         if other_digest == offers[0][0]:
             continue
-        differing = [name for name in fields if other_fields[name] != offers[0][1][name]]
+        differing = [name for name in fields if other_fields.get(name) != offers[0][1].get(name)]
+        if not differing:
+            raise ValueError(
+                f"rank {rank} has another version of megamoe than rank 0, which lays buffers out differently"
+            )
         raise ValueError(
             "config differs between ranks: "
             + ", ".join(
-                f"{name} is {offers[0][1][name]} on rank 0 and {other_fields[name]} on rank {rank}"
+                f"{name} is {offers[0][1].get(name)} on rank 0 and {other_fields.get(name)} on rank {rank}"
                 for name in differing
             )
             + "; every rank must create the buffer with the same arguments"

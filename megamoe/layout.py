@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -199,6 +200,12 @@ class BufferLayout:
 
     def __getitem__(self, name: str) -> Region:
         return self.by_name[name]
+
+    @cached_property
+    def digest(self) -> str:
+        """Eight hexadecimal digits that differ between versions of the package which lay a config out differently."""
+        places = [(region.name, region.dtype, region.shape, region.strides, region.offset) for region in self.regions]
+        return hashlib.sha256(repr(places).encode()).hexdigest()[:8]
 
     def as_struct(self) -> ctypes.Structure:
         """The values of the C++ ``BufferLayout`` for this layout."""

@@ -31,6 +31,7 @@ from megamoe import (
     VirtualSymmBuffer,
 )
 from megamoe.buffer import DEBUG_VIEWS
+from megamoe.groups import LocalGroup
 from megamoe.layout import buffer_layout
 from tests.layers import (
     Batch,
@@ -57,6 +58,15 @@ def buffers() -> Iterator[VirtualSymmBuffer]:
 
 def bits(y: Tensor) -> Tensor:
     return y.view(torch.int16)
+
+
+def test_a_rank_whose_package_lays_buffers_out_differently_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gather(group: LocalGroup, offer: Any) -> list[Any]:
+        return [offer, ("0" * 64, offer[1])]
+
+    monkeypatch.setattr(LocalGroup, "all_gather", gather)
+    with pytest.raises(ValueError, match="rank 1 has another version of megamoe than rank 0"):
+        open_buffer(VirtualGroup(2), CONFIG)
 
 
 # --- many launches ------------------------------------------------------------------------------------------------

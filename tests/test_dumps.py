@@ -35,6 +35,7 @@ from megamoe.inspect.names import LINK_PREFIX, memfd_name, parse_memfd_link
 from megamoe.inspect.outside import OutsideBuffers
 from megamoe.inspect.rows import MANY_BLOCKS, NARROW_PULL_WINDOW, PULL_WINDOW, run_of_row
 from megamoe.inspect.tensors import region_tensor
+from megamoe.layout import buffer_layout
 from phases.phase4 import l1_epilogue_correctness as phase4
 from phases.phase6 import end_to_end_correctness as phase6
 from phases.support import dumps, launches
@@ -319,6 +320,9 @@ def test_a_name_tells_the_config(launcher: Launcher) -> None:
     assert parse_memfd_link("/memfd:something") is None
     with pytest.raises(ValueError, match="another version"):
         parse_memfd_link("/memfd:megamoe-rank1:[1,2] (deleted)")
+    digest = buffer_layout(config).digest
+    with pytest.raises(ValueError, match="another version of megamoe, which lays buffers out differently"):
+        parse_memfd_link(f"/memfd:{memfd_name(config, 1).replace(digest, digest[::-1])} (deleted)")
 
 
 # --- what a hang looks like -------------------------------------------------------------------------------------------

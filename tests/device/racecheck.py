@@ -30,8 +30,8 @@ from pathlib import Path
 from megamoe.jit import csrc_dir, find_nvcc
 
 HERE = Path(__file__).parent
-# More than a CTA has (28): the tool takes their number from the compiler, which counts an array of them as one.
-TOOL = ("compute-sanitizer", "--tool", "racecheck", "--num-cuda-barriers", "32", "--print-limit", "0")
+# More than a CTA has (36): the tool takes their number from the compiler, which counts an array of them as one.
+TOOL = ("compute-sanitizer", "--tool", "racecheck", "--num-cuda-barriers", "48", "--print-limit", "0")
 RIGHT_WAYS = ("direct", "through", "each_lane")
 HANDED_BY_WARP = ("direct", "through")  # as in the kernel: one arrival for a warp
 ACCESS = re.compile(r"(Read|Write) access at (.+?)\+0x([0-9a-f]+)(?: in ([^\s:]+):(\d+))?(?: \[\d+ hazards?\])?\s*$")
