@@ -15,6 +15,7 @@ import pytest
 
 from megamoe.jit import CompileError, CubinArtifact, compile_cubin, csrc_dir, find_nvcc
 from megamoe.targets import sm90
+from tests.device import racecheck
 
 COMPILERS = [
     "nvrtc",
@@ -208,3 +209,24 @@ def test_the_race_checker_knows_the_fields_of_a_tile_slot() -> None:
     checker = (Path(__file__).parent / "device/racecheck.py").read_text()
     (known,) = re.findall(r'^FIELD = r"\\.\(\?:([\w|]+)\)', checker, re.MULTILINE)
     assert fields == set(known.split("|"))
+
+
+def access_at(file: str, text: str, kind: str) -> racecheck.Access:
+    """An access in the only line of a source that holds ``text``."""
+    (source,) = csrc_dir().rglob(file)
+    (number,) = [n for n, line in enumerate(source.read_text().splitlines(), 1) if text in line]
+    return racecheck.Access(kind, "megamoe_fused", 0, file, number)
+
+
+def test_the_race_checker_finds_what_else_is_handed_over() -> None:
+    """Its excuses go by names and lines of the sources; each is for a read and a write of one thing."""
+    written = access_at("schedule.hpp", "shared_.empty_too[stage] =", "Write")
+    read = access_at("pipeline.hpp", "ld.shared.b32 other", "Read")
+    elsewhere = access_at("pipeline.hpp", "void load_tensor(", "Read")
+    assert racecheck.handed_over(racecheck.Report(written, read))
+    assert not racecheck.handed_over(racecheck.Report(written, elsewhere))
+    amax = access_at("l1_epilogue.hpp", "all[place_.warpgroup][row] =", "Write")
+    other = access_at("l1_epilogue.hpp", "all[1 - place_.warpgroup][row])", "Read")
+    assert racecheck.handed_over(racecheck.Report(amax, other))
+    assert not racecheck.handed_over(racecheck.Report(amax, amax))
+    assert not racecheck.handed_over(racecheck.Report(amax, read))
