@@ -33,7 +33,7 @@ from megamoe.inspect.dump import LaunchFacts, load_dump, load_group, write_dump
 from megamoe.inspect.image import NotSaved
 from megamoe.inspect.names import LINK_PREFIX, memfd_name, parse_memfd_link
 from megamoe.inspect.outside import OutsideBuffers
-from megamoe.inspect.rows import MANY_BLOCKS, NARROW_PULL_WINDOW, PULL_WINDOW, run_of_row
+from megamoe.inspect.rows import NARROW_PULL_FROM, NARROW_PULL_WINDOW, PULL_WINDOW, run_of_row
 from megamoe.inspect.tensors import region_tensor
 from megamoe.layout import buffer_layout
 from phases.phase4 import l1_epilogue_correctness as phase4
@@ -373,7 +373,7 @@ def test_what_is_written_down_twice_is_the_same() -> None:
     for name, value in (
         ("kPullWindow", PULL_WINDOW),
         ("kNarrowPullWindow", NARROW_PULL_WINDOW),
-        ("kManyBlocks", MANY_BLOCKS),
+        ("kNarrowPullFrom", NARROW_PULL_FROM),
     ):
         assert re.findall(rf"constexpr uint32_t {name} = (\d+);", pull) == [str(value)]
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import megamoe
 from megamoe import MegaMoEConfig, MegaMoEFault, Stage, VirtualGroup
 from megamoe.faults import FaultKind
-from megamoe.inspect.rows import MANY_BLOCKS
+from megamoe.inspect.rows import NARROW_PULL_FROM
 from tests.layers import Batch, draw_weights, open_buffer, small_config
 
 Row = tuple[int, int, int, int]
@@ -164,6 +164,6 @@ def test_more_experts_than_are_sorted_at_a_time(tokens: tuple[int, int]) -> None
             )
         )
     touched = torch.cat([batch.topk_idx for batch in batches]).unique()
-    assert (min((touched < 515).sum(), (touched >= 515).sum()) >= MANY_BLOCKS) == (tokens[0] == 300)
+    assert (min((touched < 515).sum(), (touched >= 515).sum()) >= NARROW_PULL_FROM) == (tokens[0] == 300)
     for workers in (1, 3):
         check_pool(config, batches, workers)

@@ -44,8 +44,7 @@ uint64_t megamoe_tile_count(uint32_t blocks, uint32_t l1_tiles, uint32_t l2_tile
 }
 void megamoe_tile_at(uint32_t blocks, uint32_t l1_tiles, uint32_t l2_tiles, uint32_t group, uint32_t lag,
                      uint32_t index, uint32_t* kind_block_column) {
-  const megamoe::TileOrder order{blocks, l1_tiles, l2_tiles, group, lag};
-  const auto tile = order.in_step(order.step_of(index, order.step(0)), index);
+  const auto tile = megamoe::TileOrder{blocks, l1_tiles, l2_tiles, group, lag}.at(index);
   kind_block_column[0] = uint32_t(tile.kind);
   kind_block_column[1] = tile.unit;
   kind_block_column[2] = tile.column;

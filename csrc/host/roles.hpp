@@ -11,6 +11,7 @@
 #include "launch.hpp"
 #include "pull.hpp"
 #include "routes.hpp"
+#include "table.hpp"
 #include "tiles.hpp"
 
 namespace megamoe::host {

@@ -69,10 +69,10 @@ MEGAMOE_FN void store_row_metadata(const Context& context, const PulledRow& row,
 // many the first tiles should not wait for more blocks than they need.
 constexpr uint32_t kPullWindow = 32;
 constexpr uint32_t kNarrowPullWindow = 16;
-constexpr uint32_t kManyBlocks = 128;
+constexpr uint32_t kNarrowPullFrom = 128;
 
 MEGAMOE_FN uint32_t pull_window(uint32_t num_blocks) {
-  return num_blocks < kManyBlocks ? kPullWindow : kNarrowPullWindow;
+  return num_blocks < kNarrowPullFrom ? kPullWindow : kNarrowPullWindow;
 }
 
 constexpr uint32_t kPullDrains = ~0u;

@@ -62,6 +62,8 @@ struct TileOrder {
     return rest < l1_here ? tile(TileKind::l1, step.l1_first, step.l1_units, rest)
                           : tile(TileKind::l2, step.l2_first, step.l2_units, rest - l1_here);
   }
+  // Tile number `index` < count(), looked for from the first step on.
+  MEGAMOE_FN Tile at(uint32_t index) const { return in_step(step_of(index, step(0)), index); }
 
  private:
   MEGAMOE_FN static Tile tile(TileKind kind, uint32_t first, uint32_t units, uint32_t rest) {

@@ -7,6 +7,7 @@
 #include "ptx/convert.hpp"
 #include "roles/row_puller.hpp"
 #include "routes.hpp"
+#include "table.hpp"
 #include "tiles.hpp"
 #include "worker.hpp"
 
@@ -134,7 +135,7 @@ MEGAMOE_FN bool run_tiles(const Context& context, CtaTeam& cta, Shared& shared) 
     const uint32_t index = cta.once([&] { return aborted(context) ? kDrains : take(context, Claim::tile); });
     if (index == kDrains) return false;
     if (index >= order.count()) return true;
-    const Tile tile = order.in_step(order.step_of(index, order.step(0)), index);
+    const Tile tile = order.at(index);
     const bool ran = tile.kind == TileKind::l1 ? run_l1_tile(context, cta, tile) : run_l2_tile(context, cta, tile, shared);
     if (!ran) return false;
   }

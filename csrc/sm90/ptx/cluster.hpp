@@ -1,7 +1,5 @@
 // A cluster of one CTA, or of two that reach into each other's shared memory.
 #pragma once
-#include <cuda/ptx>
-
 #include "ptx/address.hpp"
 
 namespace megamoe::sm90 {
@@ -27,26 +25,5 @@ MEGAMOE_FN void cluster_sync() {
 }
 // In a cluster of two.
 MEGAMOE_FN uint32_t partner() { return cluster_rank() ^ 1; }
-
-// A word for the partner, in its shared memory: the barrier's phase ends when the word is there.
-struct Mail {
-  uint64_t full;
-  uint32_t word;
-
-  MEGAMOE_FN void init() {
-    cuda::ptx::mbarrier_init(&full, 1);
-    expect();
-  }
-  MEGAMOE_FN void expect() {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], 4;" ::"r"(shared_address(&full)) : "memory");
-  }
-  // To the CTA `rank`, at the same place of its shared memory.
-  MEGAMOE_FN void send(uint32_t value, uint32_t rank) {
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(
-                     cluster_address(&word, rank)),
-                 "r"(value), "r"(cluster_address(&full, rank))
-                 : "memory");
-  }
-};
 
 }  // namespace megamoe::sm90

@@ -2,6 +2,7 @@
 #pragma once
 #include <cuda/ptx>
 
+#include "ptx/cluster.hpp"
 #include "ptx/wgmma.hpp"
 
 namespace megamoe::sm90 {
@@ -34,6 +35,25 @@ MEGAMOE_FN void arrive_expect(uint64_t* barrier, uint32_t num_bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(num_bytes)
                : "memory");
 }
+// A word for the partner, in its shared memory: the barrier's phase ends when the word is there.
+struct Mail {
+  uint64_t full;
+  uint32_t word;
+
+  MEGAMOE_FN void init() {
+    init_barrier(&full, 1);
+    expect();
+  }
+  MEGAMOE_FN void expect() { arrive_expect(&full, sizeof(word)); }
+  // To the CTA `rank`, at the same place of its shared memory.
+  MEGAMOE_FN void send(uint32_t value, uint32_t rank) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(
+                     cluster_address(&word, rank)),
+                 "r"(value), "r"(cluster_address(&full, rank))
+                 : "memory");
+  }
+};
+
 // Waits only where `needed`: to the compiler no branch, which between products and their registers would serialise them.
 // Between roles of one CTA, or of two that work together, only: the role on the other side waits for ranks with a deadline and
 // always goes on, so this wait needs none of its own.

@@ -3,6 +3,7 @@
 // role for no store: a release takes a microsecond, in which its warps would multiply nothing.
 #pragma once
 #include "shared_storage.hpp"
+#include "table.hpp"
 #include "tiles.hpp"
 
 namespace megamoe::sm90 {
