@@ -36,7 +36,7 @@ MEGAMOE_FN void build_pairs(const Context& context, Team& team) {
   constexpr uint32_t places = kRoutesPerChunk / 2;
   uint32_t* tall_left = team.scratch().words;
   uint32_t* short_left = tall_left + places;
-  uint32_t num_pairs = 0, num_groups = 0, num_tall = 0, num_short = 0;  // pairs, groups, blocks left over so far
+  uint32_t num_whole = 0, num_groups = 0, num_tall = 0, num_short = 0;  // pairs of one expert, groups, blocks left over so far
   MEGAMOE_ROLLED
   for (uint32_t round = 0; round < problem.experts_per_rank; round += team.size()) {
     const uint32_t expert = round + team.rank();
@@ -53,7 +53,7 @@ MEGAMOE_FN void build_pairs(const Context& context, Team& team) {
     const uint32_t tall_number = num_tall + (left.before & 0xffff), short_number = num_short + (left.before >> 16);
     const bool closes_tall = odd && tall_number % 2 == 1, closes_short = ends_short && short_number % 2 == 1;
     // Of the experts before: whole pairs, and two blocks over make one.
-    const uint32_t first_pair = num_pairs + whole.before + tall_number / 2 - num_tall / 2 + short_number / 2 - num_short / 2;
+    const uint32_t first_pair = num_whole + whole.before + tall_number / 2 + short_number / 2;
     uint32_t& other_tall = tall_left[tall_number / 2 % places];
     uint32_t& other_short = short_left[short_number / 2 % places];
     if (odd && !closes_tall) other_tall = first_block + tall - 1;
@@ -79,13 +79,13 @@ MEGAMOE_FN void build_pairs(const Context& context, Team& team) {
     for (uint32_t group = 0; group < groups; ++group)
       pair_groups(context)[1 + num_groups + started.before + group] = first_pair + group * ceil_div(here, groups);
 
-    const uint32_t talls = num_tall + (left.total & 0xffff), shorts = num_short + (left.total >> 16);
-    num_pairs += whole.total + talls / 2 - num_tall / 2 + shorts / 2 - num_short / 2;
+    num_whole += whole.total;
     num_groups += started.total;
-    num_tall = talls;
-    num_short = shorts;
+    num_tall += left.total & 0xffff;
+    num_short += left.total >> 16;
   }
   if (team.rank() != 0) return;
+  uint32_t num_pairs = num_whole + num_tall / 2 + num_short / 2;
   const uint32_t last_tall = num_tall % 2 == 1 ? tall_left[num_tall / 2 % places] : kUnpaired;
   const uint32_t last_short = num_short % 2 == 1 ? short_left[num_short / 2 % places] : kUnpaired;
   if (last_tall != kUnpaired || last_short != kUnpaired) {

@@ -48,8 +48,8 @@ MEGAMOE_FN Entered enter_cta(Context& context, const LaunchArguments& launch) {
 MEGAMOE_FN void init_barriers(Shared& shared) {
   for (uint32_t stage = 0; stage < kStages; ++stage) {
     init_barrier(&shared.full[stage], 2);  // the columns' bytes and the rows'
-    init_barrier(&shared.empty[stage], 2 * kMathWarps);
-    shared.empty_too[stage] = cluster_address(&shared.empty[stage], cluster_rank());
+    init_barrier(&shared.empty[stage], kMathWarps);
+    shared.empty_too[stage] = 0;
   }
   for (uint32_t slot = 0; slot < kTileSlots; ++slot) {
     init_barrier(&shared.tile_full[slot], 1);

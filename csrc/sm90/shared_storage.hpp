@@ -81,10 +81,9 @@ struct SharedStorage {
   RowTargets targets[kMathWarpgroups];
   float row_amax[kUntoldTiles][kMathWarpgroups][kShortM];  // by the tile's turn: a tile is told of after all have read
   alignas(8) uint64_t full[kStages];
-  // Each math warp arrives at two barriers when it is done with a stage: here and, from the first pair of blocks on, at the
-  // partner's. Before, and in CTAs that work alone, twice here.
+  // Each math warp arrives when it is done with a stage, and from the first pair of blocks on at the partner's barrier too.
   uint64_t empty[kStages];
-  uint64_t empty_too[kStages];  // addresses in the cluster
+  uint64_t empty_too[kStages];  // addresses in the cluster, or 0
   uint64_t tile_full[kTileSlots];
   uint64_t tile_empty[kTileSlots];
   uint64_t rows_ready[kTileSlots];

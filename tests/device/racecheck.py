@@ -8,7 +8,7 @@ other lanes' accesses too, it may not see. `minimal` runs racecheck_minimal.cu, 
 by PTX's memory model, except for one that the tool must report. `kernel` runs small_run.py, built with line numbers,
 and passes when `minimal` has reports in its right ways on this machine too, and every report is of two accesses
 - to fields of a TileSlot, one of them by the schedule role,
-- to `empty_too`, written by the schedule role before the first tile of a pair and read by arrive_twice(), or
+- to `empty_too`, written by the schedule role before the first tile of a pair and read by arrive_here_and_there(), or
 - to the amax that the warpgroups exchange, whose place comes again four tiles later, when the first is told of.
 Whatever else is reported is a race, also what has no source lines.
 So of these words, and of them only, the tool says nothing: that they are handed over rightly is argued, not measured.
@@ -169,7 +169,7 @@ def of_second_arrivals(report: Report) -> bool:
     (source,) = csrc_dir().rglob(reader.file)
     inside = False
     for number, line in enumerate(source.read_text().splitlines(), 1):
-        inside = "void arrive_twice(" in line or (inside and line != "}")
+        inside = "void arrive_here_and_there(" in line or (inside and line != "}")
         if inside and number == reader.line:
             return "shared_.empty_too[" in source_line(sides["schedule.hpp"])
     return False

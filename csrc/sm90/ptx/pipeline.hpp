@@ -8,6 +8,12 @@
 namespace megamoe::sm90 {
 
 MEGAMOE_FN void init_barrier(uint64_t* barrier, uint32_t arrivals) { cuda::ptx::mbarrier_init(barrier, arrivals); }
+// Anew, while nobody uses it; `over`: its first phase has ended.
+MEGAMOE_FN void restart_barrier(uint64_t* barrier, uint32_t arrivals, bool over) {
+  asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+  init_barrier(barrier, arrivals);
+  if (over) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+}
 MEGAMOE_FN void publish_barrier_init() {
   cuda::ptx::fence_mbarrier_init(cuda::ptx::sem_release, cuda::ptx::scope_cluster);
 }
@@ -15,18 +21,19 @@ MEGAMOE_FN void arrive(uint64_t* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 // By one lane of a whole warp, whichever; what the others did before must have been ordered by __syncwarp(). Arrives at this
-// barrier and at the one in the cluster whose address lies kOtherAt bytes behind it. The reads of a stage are over by then: their
-// values are there, so the second arrival needs no release over the cluster.
+// barrier and, unless that is 0, at the one in the cluster whose address lies kOtherAt bytes behind it. The reads of a stage are
+// over by then: their values are there, so the second arrival needs no release over the cluster.
 template <uint32_t kOtherAt>
-MEGAMOE_FN void arrive_twice(uint64_t* barrier) {
+MEGAMOE_FN void arrive_here_and_there(uint64_t* barrier) {
   asm volatile(
       "{\n\t"
-      ".reg .pred chosen;\n\t"
+      ".reg .pred chosen, there;\n\t"
       ".reg .b32 other;\n\t"
       "elect.sync _|chosen, 0xffffffff;\n\t"
       "@chosen mbarrier.arrive.shared::cta.b64 _, [%0];\n\t"
       "ld.shared.b32 other, [%0+%1];\n\t"
-      "@chosen mbarrier.arrive.shared::cluster.b64 _, [other];\n\t"
+      "setp.ne.and.u32 there, other, 0, chosen;\n\t"
+      "@there mbarrier.arrive.shared::cluster.b64 _, [other];\n\t"
       "}" ::"r"(shared_address(barrier)),
       "n"(kOtherAt)
       : "memory");

@@ -31,7 +31,7 @@ struct TileResult {
 
 template <class Shared>
 MEGAMOE_FN void release_stage(Shared& shared, uint32_t slot) {
-  arrive_twice<sizeof(Shared::empty)>(&shared.empty[slot]);
+  arrive_here_and_there<sizeof(Shared::empty)>(&shared.empty[slot]);
 }
 
 // One tile's products into `sums`. `kPieces` pieces of 128 columns a warpgroup: 2 for a tall tile, 1 for a short one; those

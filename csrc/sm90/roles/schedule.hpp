@@ -12,6 +12,7 @@ namespace megamoe::sm90 {
 constexpr uint32_t kGroupBlocks = 16, kSmallGroupBlocks = 8;
 constexpr uint32_t kGroupLag = 1;
 constexpr uint32_t kRehearsedStages = 1;  // of a tile; two were no faster
+static_assert(2 * kRehearsedStages <= kStages);  // begin() counts one phase a stage
 
 // What a CTA says to its partner when the table is there or the launch drains: that it drains, or what it claimed and whether
 // it rehearsed.
@@ -57,8 +58,7 @@ class Scheduler {
       if (warp_.rank() == 0) {
         TileSlot& slot = shared_.tiles[next_.slot()];
         slot.work = work;
-        slot.block = slot.column = slot.expert = slot.rows = slot.failed = 0;
-        slot.shared = 0;
+        slot.block = slot.column = slot.expert = slot.rows = slot.failed = slot.shared = 0;
         slot.depth = kRehearsedStages;
         slot.end = next_stage_ + kRehearsedStages;
         slot.stages = kStages;
@@ -110,6 +110,11 @@ class Scheduler {
     if (!table.ready) return false;
     shared_.order = tile_order(context, table.num_blocks, together_);
     const bool rehearsed = rehearsed_ != 0;
+    if (together_) {  // before the partner may arrive; the stages that rehearsed tiles had are free
+      for (uint32_t stage = 0; stage < kStages; ++stage)
+        restart_barrier(&shared_.empty[stage], 2 * kMathWarps, stage < next_stage_);
+      publish_barrier_init();
+    }
     tell_partner(shared_, ready_state(first_, rehearsed));
     if (!together_) return true;
     const uint32_t state = hear_partner(shared_);
@@ -122,8 +127,7 @@ class Scheduler {
     return true;
   }
 
-  // By the first lane: waits until the next tile may be pushed, for which the inputs of the one before must be there: the number
-  // can come before, from a leader whose inputs are. Its number, or kNoIndex when the launch drains.
+  // By the first lane: waits until the next tile may be pushed. Its number, or kNoIndex when the launch drains.
   MEGAMOE_FN uint32_t claim_next(const Context& context) {
     uint32_t index = 0;
     bool claimed = false;
@@ -131,17 +135,19 @@ class Scheduler {
       tell(context);
       if (waits_) wait_for_inputs(context);
       if (!claimed) claimed = look_for_claim(context, index);
-      if (claimed && !waits_ && next_.turn - told_ < kUntoldTiles &&
+      if (claimed && next_.turn - told_ < kUntoldTiles &&
           test_barrier(&shared_.tile_empty[next_.slot()], next_.parity() ^ 1))
         return index;
       __nanosleep(kIdleNs);
     }
   }
 
-  // By the first lane: whether there is a number for the next tile.
+  // By the first lane: whether there is a number for the next tile: not before the load role, which waits for the inputs of this
+  // one, is about to end it. A leader may be ahead of that.
   MEGAMOE_FN bool look_for_claim(const Context& context, uint32_t& index) {
     const uint32_t before = next_.turn - rehearsed_;  // tiles
     Mail& mail = shared_.claimed[before % kMailSlots];
+    if (before != 0 && !test_barrier(&shared_.claim_next, (before - 1) & 1)) return false;
     if (together_ && cluster_rank() != 0) {
       if (!test_barrier(&mail.full, before / kMailSlots & 1)) return false;
       index = mail.word;
@@ -151,7 +157,6 @@ class Scheduler {
     if (before == 0) {
       index = first_;
     } else {
-      if (!test_barrier(&shared_.claim_next, (before - 1) & 1)) return false;  // the load role is about to end its tile
       index = aborted(context) ? kNoIndex : together_ && before == 1 ? second_ : take(context, Claim::tile);
     }
     if (together_) mail.send(index, partner());
