@@ -10,6 +10,7 @@ namespace megamoe::sm90 {
 
 constexpr uint32_t kBlockM = 128;  // rows of a tall tile and of a pool block
 constexpr uint32_t kShortM = 64;   // rows of a short tile: both math warpgroups take the same rows, half the columns
+constexpr uint32_t kMostSwapped = 32;  // rows of a tile whose operands are swapped, at most
 constexpr uint32_t kBlockN = 256;
 constexpr uint32_t kBlockK = 128;
 constexpr uint32_t kPieceN = 128;  // columns of one product; two make a tall tile

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 REGISTER_WIDTHS = (128,)
-SHARED_WIDTHS = (128, 256)
+SHARED_WIDTHS = (8, 16, 32, 128, 256)
 
 
 def wgmma_header() -> str:
@@ -17,7 +17,7 @@ def wgmma_header() -> str:
         "// Rows from registers. `keep`: add to the accumulators, or start from zero.",
         "template <uint32_t kColumns> struct Wgmma;",
         *(_from_registers(width) for width in REGISTER_WIDTHS),
-        "// Rows from shared memory, added to the accumulators.",
+        "// Rows from shared memory.",
         "template <uint32_t kColumns> struct WgmmaShared;",
         *(_from_shared(width) for width in SHARED_WIDTHS),
         "}  // namespace megamoe::sm90",
@@ -50,9 +50,10 @@ def _from_registers(width: int) -> str:
 
 def _from_shared(width: int) -> str:
     count, instruction, outputs = _instruction(width)
+    product = f'"{{.reg .pred keep; setp.ne.b32 keep, %{count + 2}, 0; {instruction}, %{count}, %{count + 1}, keep, 1, 1;}}"'
     return f"""template <> struct WgmmaShared<{width}> {{
-  static __device__ __forceinline__ void run(float* sum, uint64_t rows, uint64_t columns) {{
-    asm volatile("{{{instruction}, %{count}, %{count + 1}, 1, 1, 1;}}"
-      : {outputs} : "l"(rows), "l"(columns));
+  static __device__ __forceinline__ void run(float* sum, uint64_t rows, uint64_t columns, uint32_t keep = 1) {{
+    asm volatile({product}
+      : {outputs} : "l"(rows), "l"(columns), "r"(keep));
   }}
 }};"""

@@ -1,9 +1,17 @@
 // L1 epilogue, one warpgroup: SwiGLU, top-k weight, quantisation of its part of a tile into l2_acts.
 #pragma once
 #include "ptx/convert.hpp"
+#include "ptx/transpose.hpp"
 #include "roles/products_fast.hpp"
 
 namespace megamoe::sm90 {
+
+// Comparisons, not fmin: a NaN stays a NaN.
+MEGAMOE_FN void clamp_pair(float& gate, float& up, float limit) {
+  gate = gate > limit ? limit : gate;
+  up = up > limit ? limit : up;
+  up = up < -limit ? -limit : up;
+}
 
 // exp(-g) = inf makes the sigmoid 0, as it should.
 template <bool kFastMath>
@@ -18,31 +26,7 @@ MEGAMOE_FN float quad_max(float value) {
   return fmaxf(value, __shfl_xor_sync(kFullWarp, value, 2));
 }
 
-// Four lanes of a quad exchange: lane c gives v[i] to lane i and gets in v[i] what lane i had for it.
-MEGAMOE_FN void transpose_quad(uint32_t (&v)[4], uint32_t lane) {
-  const uint32_t c = lane % 4;
-  uint32_t a = c & 1 ? v[0] : v[1], b = c & 1 ? v[2] : v[3];
-  a = __shfl_xor_sync(kFullWarp, a, 1);
-  b = __shfl_xor_sync(kFullWarp, b, 1);
-  if (c & 1) {
-    v[0] = a;
-    v[2] = b;
-  } else {
-    v[1] = a;
-    v[3] = b;
-  }
-  a = c & 2 ? v[0] : v[2];
-  b = c & 2 ? v[1] : v[3];
-  a = __shfl_xor_sync(kFullWarp, a, 2);
-  b = __shfl_xor_sync(kFullWarp, b, 2);
-  if (c & 2) {
-    v[0] = a;
-    v[1] = b;
-  } else {
-    v[2] = a;
-    v[3] = b;
-  }
-}
+constexpr float kAmaxFloor = 1e-10f;  // of a scale group
 
 // A piece of 128 interleaved columns holds eight groups of 8 activations.
 constexpr uint32_t kActivationGroups = kPieceN / (2 * kInterleave);
@@ -78,21 +62,12 @@ class ActivationStore {
   }
 
  private:
-  static constexpr float kAmaxFloor = 1e-10f;
-
-  // Comparisons, not fmin: a NaN stays a NaN.
   MEGAMOE_FN void clamp(float (&sums)[kPieces * kSumsPerPiece]) const {
     const float limit = shared_.launch.activation_clamp;
 #pragma unroll
     for (uint32_t group = 0; group < kGroups; ++group)
 #pragma unroll
-      for (uint32_t i = 0; i < 4; ++i) {
-        float& gate = sums[8 * group + i];
-        float& up = sums[8 * group + 4 + i];
-        gate = gate > limit ? limit : gate;
-        up = up > limit ? limit : up;
-        up = up < -limit ? -limit : up;
-      }
+      for (uint32_t i = 0; i < 4; ++i) clamp_pair(sums[8 * group + i], sums[8 * group + 4 + i], limit);
   }
 
   // Gate and up of an activation lie in the same thread; the activation takes the gate's place.

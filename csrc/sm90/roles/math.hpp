@@ -1,6 +1,7 @@
 // What a math warpgroup does with the tiles that the schedule role hands on: products and epilogue.
 #pragma once
 #include "roles/l2_epilogue.hpp"
+#include "roles/swapped_epilogue.hpp"
 #include "tiles.hpp"
 
 namespace megamoe::sm90 {
@@ -43,6 +44,23 @@ MEGAMOE_FN void store_accum_debug(const Context& context, const LaunchArguments&
   }
 }
 
+template <uint32_t kM>
+MEGAMOE_FN void store_swapped_debug(const Context& context, const LaunchArguments& launch, const TileResult& tile,
+                                    const SwappedSums<kM>& result) {
+  const ThreadPlace place = ThreadPlace::here();
+  if (tile.block != launch.debug_row_block ||
+      tile.column * (kBlockN / kPieceN) + place.warpgroup != launch.debug_column_block)
+    return;
+  float* window = context.own<float>(context.layout->l1_accum_debug);
+#pragma unroll
+  for (uint32_t i = 0; i < result.kCount; ++i) {
+    const uint32_t piece = i / (kM / 2), r = i / 2 % 2;
+    const uint32_t row = result.token_of(i % (kM / 2) / 4, i % 2, place.lane);
+    const uint32_t column = piece * kSwappedPieceN + 16 * place.warp + 8 * r + place.lane / 4;
+    if (row < tile.rows) window[row * kAccumDebugEdge + column] = result.sums[i];
+  }
+}
+
 template <uint32_t kScaleGroups, bool kFast, bool kBringUp>
 class MathRole {
  public:
@@ -57,16 +75,27 @@ class MathRole {
       wait_barrier(&shared_.tile_full[next.slot()], next.parity());
       const TileSlot& tile = shared_.tiles[next.slot()];
       if (tile.work == TileWork::stop) return;
-      next.turn = tile.rows > kShortM ? run_tile<2>(tile) : run_tile<1>(tile);
+      next.turn = run_tile(tile);
       next.advance();
     }
   }
 
  private:
   // Returns the tile's turn: beside the products there is no register to keep it.
-  template <uint32_t kPieces>
   MEGAMOE_FN uint32_t run_tile(const TileSlot& slot) {
+    if (slot.rows > kShortM) return run_in_place<2>(slot);
+    if (slot.rows > kMostSwapped) return run_in_place<1>(slot);
+    if (slot.rows > 16) return run_swapped<32>(slot);
+    if (slot.rows > 8) return run_swapped<16>(slot);
+    return run_swapped<8>(slot);
+  }
+  template <uint32_t kPieces>
+  MEGAMOE_FN uint32_t run_in_place(const TileSlot& slot) {
     return slot.work == TileWork::l1 ? run_l1<kPieces>(slot) : run_l2<kPieces>(slot);
+  }
+  template <uint32_t kM>
+  MEGAMOE_FN uint32_t run_swapped(const TileSlot& slot) {
+    return slot.work == TileWork::l1 ? run_swapped_l1<kM>(slot) : run_swapped_l2<kM>(slot);
   }
 
   template <TileWork kWork, uint32_t kPieces, uint32_t kGroups>
@@ -100,6 +129,32 @@ class MathRole {
     const TileResult tile = take_slot(slot);
     if (tile.failed) return end_tile(tile);
     scatter_results<kPieces>(context_, shared_, tile, sums);
+    return end_tile(tile);
+  }
+
+  template <uint32_t kM>
+  MEGAMOE_FN uint32_t run_swapped_l1(const TileSlot& slot) {
+    SwappedSums<kM> sums;
+    SwappedTarget target;
+    multiply_swapped<TileWork::l1, 1, kFast>(shared_, stage_, slot, [&] { target.fetch(context_, slot); }, sums);
+    const TileResult tile = take_slot(slot);
+    if (tile.failed) return end_tile(tile);
+    if constexpr (kBringUp) {
+      if (shared_.launch.debug) store_swapped_debug(context_, shared_.launch, tile, sums);
+      if (context_.stage < Stage::l1_epilogue) return end_tile(tile);
+    }
+    SwappedActivationStore<kM, Shared>(context_, shared_, tile).run(sums, target.weight);
+    return end_tile(tile);
+  }
+
+  template <uint32_t kM>
+  MEGAMOE_FN uint32_t run_swapped_l2(const TileSlot& slot) {
+    SwappedSums<kM> sums;
+    SwappedTarget target;
+    multiply_swapped<TileWork::l2, kScaleGroups, kFast>(
+        shared_, stage_, slot, [&] { target.fetch(context_, slot); }, sums);
+    const TileResult tile = take_slot(slot);
+    if (!tile.failed) scatter_swapped(context_, tile, target, sums);
     return end_tile(tile);
   }
 

@@ -50,7 +50,7 @@ class Scheduler {
 
   MEGAMOE_FN Scheduler(Shared& shared, WarpTeam<1>& warp) : shared_(shared), warp_(warp) {}
 
-  // Before the first tile two short ones without rows and results, whose stages hold anything: a launch finds none of its code
+  // Before the first tile two of the smallest kind without rows and results, whose stages hold anything: a launch finds none of its code
   // in the caches of a GPU that streams weights, and fetching an epilogue takes longer than running it. The math role has
   // nothing to do yet. What it fetches of block 0's rows may be half written; nobody uses it.
   MEGAMOE_FN void rehearse() {
