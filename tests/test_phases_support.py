@@ -25,7 +25,7 @@ from phases.support.inputs import (
 )
 from phases.support.ranks import Ranks, open_ranks
 from phases.support.view_specs import load_views
-from phases.support.workloads import numeric_cases
+from phases.support.workloads import TILE_HEIGHTS, numeric_cases
 
 PHASES = Path(__file__).resolve().parent.parent / "phases"
 CONFIG = MegaMoEConfig(2, 8, 3, 640, 384, 48, block_m=32)
@@ -239,6 +239,8 @@ def test_a_gpu_has_the_shapes_and_counts_that_were_asked_for(num_ranks: int) -> 
     assert shapes == {"tiles": {(640, 384), (1024, 256), (7168, 2048)}, "accumulate_fast": {(7168, 2048), (640, 384)}}
     counts = [work.tokens for work in cases["token_counts"]]
     assert {0, 1, 8, 48, 192, 1000} <= {tokens for of_ranks in counts for tokens in of_ranks}
+    edges = {192, *TILE_HEIGHTS["sm90"]}
+    assert {work.counts for work in cases["edge_counts"]} == {(0, 1, edge - 1, edge, edge + 1) for edge in edges}
     assert num_ranks == 1 or any(1000 in of_ranks and len(set(of_ranks)) > 1 for of_ranks in counts)
 
 
@@ -247,6 +249,10 @@ def test_a_gpu_has_the_shapes_and_counts_that_were_asked_for(num_ranks: int) -> 
 
 def test_an_empty_step_lacks_everything() -> None:
     assert len(Coverage().lacks(Stage.DISPATCH, "host")) >= 6
+    for rows, wanting in [({3, 9, 17, 33, 100}, []), ({3, 8, 17, 33, 100}, ["sm90"]), ({3, 17}, ["host", "sm90"])]:
+        heights = Coverage(block_rows=rows)
+        lacks = {target: " ".join(heights.lacks(Stage.DISPATCH, target)) for target in ("host", "sm90")}
+        assert [target for target, words in lacks.items() if "blocks for tiles of" in words] == wanting
     assert len(Coverage().lacks(Stage.L2_GEMM, "host")) > len(Coverage().lacks(Stage.DISPATCH, "host"))
 
 

@@ -35,8 +35,10 @@ from megamoe.reference import (
     quantize_h,
     row_errors,
     squares,
+    undecided_rounding,
 )
 from megamoe.reference.bounds import e4m3_ordinals
+from megamoe.reference.l1 import undecided_steps
 from megamoe.weights import L1Weights, L2Weights, transform_weights_for_mega_moe
 
 Natural = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -709,6 +711,144 @@ def test_a_tiny_row_is_checked_by_itself(name: str) -> None:
     zero_row[2, 2, 7] = 1e-30
     outcome = compare(name, zero_row, expected)
     assert (outcome.ok, outcome.worst, outcome.max_row_error) == (False, (2, 2), math.inf)
+
+
+# ---- roundings of h that may go either way ----
+
+
+def small_layer() -> MegaMoEConfig:
+    return MegaMoEConfig(
+        num_ranks=2,
+        num_experts=4,
+        num_max_tokens_per_rank=16,
+        num_topk=2,
+        hidden=128,
+        intermediate_hidden=128,
+    )
+
+
+def test_undecided_steps() -> None:
+    """Values are quotients by the scale: 448 is the largest. The middle between 256 and 288 is 272, and so on."""
+    config, scale = small_layer(), 2.0**-5
+    h = torch.zeros(2, 128, dtype=torch.float64)
+    values = [448.0, 271.7, -272.3, 270.0, 303.9, -9.3, 9.51, 440.0, 432.1, 0.0, 2.0**-10]
+    h[0, : len(values)] = torch.tensor(values, dtype=torch.float64) * scale
+    h[1, 0] = math.inf
+    h[1, 1:3] = torch.tensor([math.nan, 1.0])
+    steps = undecided_steps(config, h, 0.448) / scale
+    large = [0.0, 32.0, 32.0, 0.0, 32.0, 1.0, 1.0, 0.0, 32.0, 2.0**-9, 2.0**-9]
+    assert steps[0, : len(values)].tolist() == pytest.approx(large, rel=1e-6)
+    assert steps[1].tolist() == [0.0] * 128
+    assert undecided_steps(config, h, 0.25)[0, 1:6].tolist() == pytest.approx([0, 0, 0, 32 * scale, 1 * scale])
+
+
+def test_undecided_rounding_is_the_largest_change_of_a_row_by_one_of_them() -> None:
+    """Each element of h in turn to the other side of the middle that it is near to, and down that path to y."""
+    config = small_layer()
+    inputs, (_, weights) = make_inputs(config, [2, 1], seed=5, lowest=-1), make_weights(config, seed=6)
+    largest = [torch.zeros(given.num_tokens, dtype=torch.float64) for given in inputs]
+    near = BOUNDS["l2_acts_tensor_core"].near
+    for rank, (l1, l2) in enumerate(weights):
+        pool = dispatch(config, inputs, rank)
+        acc, _ = l1_gemm(config, pool, l1, magnitude=False)
+        h = l1_epilogue(config, acc, pool.topk_weights)
+        q, sf = quantize_h(config, h)
+        y = l2_gemm(config, pool, q, sf, l2)
+        for way in (-1.0, 1.0):
+            moved = h + way * near * 1.0001 * sf.double().repeat_interleave(128, dim=1)
+            flipped = (moved / sf.double()).float().clamp(-448, 448).to(E4M3)
+            large = q.float().abs() >= 8  # with steps of 1 and more; every row has some that flip
+            for row, column in (large & (flipped.float() != q.float())).nonzero().tolist():
+                one = q.clone()
+                one[row, column] = flipped[row, column]
+                change = float((l2_gemm(config, pool, one, sf, l2)[row] - y[row]).norm())
+                source, token = int(pool.source[row]), int(pool.token[row])
+                largest[source][token] = max(float(largest[source][token]), change)
+    found = undecided_rounding(config, inputs, weights)
+    for mine, want in zip(found, largest, strict=True):
+        assert mine.tolist() == pytest.approx(want.tolist(), rel=1e-6)
+    assert min(float(rows.max()) for rows in found) > 0
+    with pytest.raises(ValueError, match="weights: got those of 1 ranks, expected 2"):
+        undecided_rounding(config, inputs, weights[:1])
+
+
+def row_with_a_large_h(quotient: float) -> tuple[MegaMoEConfig, list[RankInputs], list[tuple[L1Weights, L2Weights]]]:
+    """One token with one route, in whose h an element is `quotient` times the scale, the largest is 448, all others
+    are a fiftieth: launch 6100 of the soak with seed 5 (2 x H200, 2026-11-30) had such a row at 368.04."""
+    config = MegaMoEConfig(
+        num_ranks=1, num_experts=1, num_max_tokens_per_rank=1, num_topk=1, hidden=256, intermediate_hidden=128
+    )
+    generator = torch.Generator().manual_seed(3)
+    terms = 4  # of an up value: what is left after each is rounded to e4m3
+    x, x_sf = torch.zeros(1, 256), torch.ones(1, 2)
+    x[0, :terms] = 1.0
+    rest = torch.full((128,), 9.0)
+    rest[:2] = torch.tensor([448.0, quotient])
+    weight = torch.zeros(256, 256)  # natural order: 128 gates, then 128 ups
+    weight[:128, 0] = 8.0
+    for term in range(terms):
+        weight[128:, term] = rest.to(E4M3).float()
+        rest = rest - weight[128:, term]
+    w2 = quantize_weights(torch.randn(1, 256, 128, generator=generator))
+    l1 = (weight.to(E4M3).unsqueeze(0), torch.ones(1, 2, 2))
+    inputs = [RankInputs(x.to(E4M3), x_sf, torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1))]
+    return config, inputs, [transform_weights_for_mega_moe(l1, w2)]
+
+
+@pytest.mark.parametrize(("quotient", "may_be_off"), [(368.25, True), (367.75, True), (376.0, False), (384.0, False)])
+def test_a_row_may_be_off_by_one_rounding_that_is_undecided(quotient: float, may_be_off: bool) -> None:
+    config, inputs, weights = row_with_a_large_h(quotient)
+    pool = dispatch(config, inputs, 0)
+    acc, _ = l1_gemm(config, pool, weights[0][0], magnitude=False)
+    q, sf = quantize_h(config, l1_epilogue(config, acc, pool.topk_weights))
+    column = 1
+    before = float(q[0, column].float())
+    assert before in (352.0, 384.0)
+    q[0, column] = {352.0: 384.0, 384.0: 352.0}[before]
+    (y,) = moe_layer(config, inputs, weights)
+    off = l2_gemm(config, pool, q, sf, weights[0][1])
+    (undecided,) = undecided_rounding(config, inputs, weights)
+    assert not compare("y", off, y).max_row_error <= 3e-2  # type: ignore[operator]
+    everyone = Squares(0.0, 1.0)  # of many other rows, which are right
+    plain = compare("y_all_ranks", off, y, all_ranks=everyone)
+    outcome = compare("y_all_ranks", off, y, all_ranks=everyone, undecided=undecided)
+    assert (plain.ok, outcome.ok) == (False, may_be_off), outcome.message
+    assert "and one rounding of h" in outcome.message
+    twice = compare("y_all_ranks", y + 2 * (off - y), y, all_ranks=everyone, undecided=undecided)
+    assert not twice.ok
+
+
+def test_what_is_undecided_counts_beside_the_limit_of_a_row() -> None:
+    limit = BOUNDS["y"].row_limit
+    assert limit is not None
+    expected = torch.randn(64, 128, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    expected[7] *= 1e-6
+    expected[9], expected[10] = 0.0, math.nan
+    undecided = torch.zeros(64, dtype=torch.float64)
+    undecided[7] = 0.04 * expected[7].norm()
+    undecided[9] = undecided[10] = 1.0
+    actual = expected.clone()
+    actual[7] *= 1 + 0.99 * math.hypot(limit, 0.04)
+    assert not compare("y", actual, expected).ok
+    outcome = compare("y", actual, expected, undecided=undecided)
+    assert outcome.ok, outcome.message
+    actual[7] = expected[7] * (1 + 1.01 * math.hypot(limit, 0.04))
+    outcome = compare("y", actual, expected, undecided=undecided)
+    assert (outcome.ok, outcome.worst) == (False, (7,))
+    assert outcome.row_bound == pytest.approx(math.hypot(limit, 0.04))
+    actual = expected.clone()
+    actual[9, 3] = 1e-30
+    assert not compare("y", actual, expected, undecided=undecided).ok
+    actual = expected.clone()
+    actual[8] *= 1 + 1.01 * limit  # has nothing undecided
+    assert compare("y", actual, expected, undecided=undecided).worst == (8,)
+    assert not compare("y", actual, expected, undecided=undecided).ok
+    for name, rows, words in [
+        ("y", undecided[:5], r"undecided: got float64 \[5\] .* expected float64 \[64\] for y"),
+        ("l2_acts_sf", undecided, "undecided: got .* expected None for l2_acts_sf"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            compare(name, expected, expected, undecided=rows)
 
 
 @pytest.mark.parametrize("name", ["l1_accum_fast", "combine", "y", "y_unquantised", "l2_acts_sf", "l1_accum"])

@@ -34,7 +34,7 @@ from megamoe.reference.combine import combine
 from megamoe.reference.dispatch import Pool, RankInputs, dispatch
 from megamoe.reference.l1 import l1_epilogue, l1_gemm, quantize_h
 from megamoe.reference.l2 import l2_gemm, l2_gemm_unquantised
-from megamoe.reference.layer import moe_layer
+from megamoe.reference.layer import moe_layer, undecided_rounding
 
 __all__ = [
     "BOUNDS",
@@ -57,4 +57,5 @@ __all__ = [
     "quantize_h",
     "row_errors",
     "squares",
+    "undecided_rounding",
 ]

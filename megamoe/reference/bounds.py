@@ -162,6 +162,7 @@ def compare(
     *,
     magnitude: Tensor | None = None,
     all_ranks: Squares | None = None,
+    undecided: Tensor | None = None,
 ) -> Comparison:
     """Compares what a target gave with what the oracle gave.
 
@@ -171,6 +172,9 @@ def compare(
         expected: what the oracle gave; same shape. For `exact` the same dtype, for `l2_acts*` both e4m3.
         magnitude: float64, same shape, for the `l1_accum` bounds that are limits of single elements, and for no other.
         all_ranks: for a bound with ``all_ranks``, and for no other: the sum of every rank's `squares`.
+        undecided: float64, one for each row, for a bound with a limit for rows: what `undecided_rounding` gives. A row
+            may be off by that beside its limit: ||actual - expected||^2 <= (row_limit * ||expected||)^2 + undecided^2.
+            (One column of the L2 weight lies nearly at a right angle to the sum of a row's other errors.)
 
     Returns:
         The outcome; a difference is an outcome and raises nothing.
@@ -185,6 +189,9 @@ def compare(
     if bound.all_ranks != (all_ranks is not None):
         wanted = "the squares of all ranks" if bound.all_ranks else "None"
         raise ValueError(f"all_ranks: got {all_ranks}, expected {wanted} for {bound.name}")
+    if undecided is not None and (bound.row_limit is None or undecided.shape != expected.shape[:-1]):
+        wanted = "None" if bound.row_limit is None else f"float64 {list(expected.shape[:-1])}"
+        raise ValueError(f"undecided: got {describe(undecided)}, expected {wanted} for {bound.name}")
     actual = actual.detach().to(expected.device)
     if actual.numel() == 0:
         return Comparison(
@@ -201,7 +208,7 @@ def compare(
         case Measure.E4M3_STEPS:
             return _compare_e4m3_steps(bound, actual, expected)
         case Measure.NORM:
-            return _compare_norm(bound, actual, expected, all_ranks)
+            return _compare_norm(bound, actual, expected, all_ranks, undecided)
 
 
 def norm_error(actual: Tensor, expected: Tensor) -> float:
@@ -314,7 +321,9 @@ def _compare_e4m3_steps(bound: Bound, actual: Tensor, expected: Tensor) -> Compa
     return _outcome(bound, wrong, float(largest), worst, detail + _nan_report(actual, expected, special_wrong))
 
 
-def _compare_norm(bound: Bound, actual: Tensor, expected: Tensor, all_ranks: Squares | None) -> Comparison:
+def _compare_norm(
+    bound: Bound, actual: Tensor, expected: Tensor, all_ranks: Squares | None, undecided: Tensor | None
+) -> Comparison:
     got, want, special_wrong = _without_specials(actual, expected)
     own_error = norm_error(got, want)
     error = own_error if all_ranks is None else all_ranks.norm_error
@@ -322,15 +331,23 @@ def _compare_norm(bound: Bound, actual: Tensor, expected: Tensor, all_ranks: Squ
     wrong = special_wrong.clone()
     if not error <= bound.limit:
         wrong |= True
-    if bound.row_limit is not None:
-        wrong |= ~(errors_of_rows <= bound.row_limit).unsqueeze(-1)
-    worst = _first(special_wrong.any(dim=-1)) if bool(special_wrong.any()) else _largest(errors_of_rows)
-    worst_row = float(errors_of_rows.max())
-    row_bound = f", bound {bound.row_limit:.3g}" if bound.row_limit is not None else ""
+    limits = torch.full_like(errors_of_rows, math.inf if bound.row_limit is None else bound.row_limit)
+    if undecided is not None:
+        rounding = undecided.to(device=want.device, dtype=torch.float64)
+        sizes = torch.linalg.vector_norm(want, dim=-1)
+        limits = torch.hypot(limits, torch.where(sizes == 0, 0.0, rounding / sizes))  # a row of zeros must be zeros
+    wrong |= ~(errors_of_rows <= limits).unsqueeze(-1)
+    furthest = errors_of_rows if bound.row_limit is None else errors_of_rows / limits
+    worst = _first(special_wrong.any(dim=-1)) if bool(special_wrong.any()) else _largest(furthest)
+    worst_row = float(errors_of_rows[worst])
+    row_bound = None if bound.row_limit is None else float(limits[worst])
+    beside = "" if row_bound is None else f", bound {row_bound:.3g}"
+    if undecided is not None:
+        beside += f" ({bound.row_limit:.3g} and one rounding of h)"
     over = "" if all_ranks is None else f" over all ranks (here {own_error:.3g})"
-    detail = f"norm-wise {error:.3g}{over}, bound {bound.limit:.3g}; worst row {worst}: {worst_row:.3g}{row_bound}"
+    detail = f"norm-wise {error:.3g}{over}, bound {bound.limit:.3g}; worst row {worst}: {worst_row:.3g}{beside}"
     detail += _nan_report(actual, expected, special_wrong)
-    outcome = _outcome(bound, wrong, error, worst, detail, worst_row)
+    outcome = replace(_outcome(bound, wrong, error, worst, detail, worst_row), row_bound=row_bound)
     return outcome if all_ranks is None else replace(outcome, own_error=own_error)
 
 

@@ -8,9 +8,12 @@ import torch
 from torch import Tensor
 
 from megamoe.config import INTERLEAVE, SCALE_BLOCK, MegaMoEConfig
-from megamoe.quant import dequantize_activations, describe, quantize_activations
+from megamoe.quant import E4M3, dequantize_activations, describe, quantize_activations
 from megamoe.reference.dispatch import Pool
 from megamoe.weights import L1Weights, interleaved_to_natural
+
+_LARGEST_BITS = 0x7E
+"""Of e4m3: 448."""
 
 
 @overload
@@ -107,6 +110,33 @@ def quantize_h(config: MegaMoEConfig, h: Tensor) -> tuple[Tensor, Tensor]:
     if h.dim() != 2 or h.shape[1] != config.intermediate_hidden:
         raise ValueError(f"h: got {describe(h)}, expected [n, {config.intermediate_hidden}]")
     return quantize_activations(h.to(torch.float32), granularity=config.l2_sf_granularity)
+
+
+def undecided_steps(config: MegaMoEConfig, h: Tensor, near: float) -> Tensor:
+    """How much the quantised value of an element of h changes if it is rounded the other way, where that may happen.
+
+    Args:
+        config: the layer.
+        h: as for `quantize_h`, exact.
+        near: how far a target's h / scale may be from the exact one; the largest of a scale group is 448.
+
+    Returns:
+        float64 [n, I], in units of h: the step between the two e4m3 values whose middle is no further than `near` from
+        the element, 0 where no middle is. NaN and inf give 0.
+    """
+    q, sf = quantize_h(config, h)
+    scale = sf.to(torch.float64).repeat_interleave(config.l2_sf_granularity, dim=1)
+    size = (h.to(torch.float64) / scale).abs()
+    bits = q.view(torch.uint8) & 0x7F
+    here, above, below = (
+        (bits.to(torch.int16) + step).clamp(0, _LARGEST_BITS).to(torch.uint8).view(E4M3).to(torch.float64)
+        for step in (0, 1, -1)
+    )
+    up, down = above - here, here - below
+    # At either end there is no step, hence nothing that could be undecided.
+    steps = torch.where(((here + above) / 2 - size).abs() <= near, up, 0.0)
+    steps = torch.maximum(steps, torch.where(((here + below) / 2 - size).abs() <= near, down, 0.0))
+    return torch.where(scale.isfinite(), steps * scale, 0.0)
 
 
 def select_routes(pool: Pool, rows: Tensor | None) -> Tensor:

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from megamoe.config import MegaMoEConfig
+from megamoe.quant import dequantize_weights
+from megamoe.reference.bounds import BOUNDS
 from megamoe.reference.combine import invalid_tokens
 from megamoe.reference.dispatch import RankInputs, check_inputs, dispatch
-from megamoe.reference.l1 import l1_epilogue, l1_gemm, quantize_h
+from megamoe.reference.l1 import l1_epilogue, l1_gemm, quantize_h, undecided_steps
 from megamoe.reference.l2 import l2_gemm, l2_gemm_unquantised
 from megamoe.weights import L1Weights, L2Weights, check_transformed_weights
 
@@ -65,3 +67,49 @@ def moe_layer(
     for given, y in zip(inputs, results, strict=True):
         y[invalid_tokens(config, given.topk_idx)] = torch.nan
     return results
+
+
+def undecided_rounding(
+    config: MegaMoEConfig,
+    inputs: Sequence[RankInputs],
+    weights: Sequence[tuple[L1Weights, L2Weights]],
+    *,
+    activation_clamp: float | None = None,
+) -> list[Tensor]:
+    """By how much one rounding of h that may go either way changes each row of y at most.
+
+    `moe_layer` takes one side where a target may rightly take the other: h is rounded to one of 8 values per power of
+    two, and the target's h / scale differs from the exact one by what its sums lose (`near` of the bound of l2_acts for
+    its kind of sums). The step of the largest elements is 1/14 of the largest, and where one of them is much of h, that
+    is more than all other errors of the row together, and may be more than a row's limit.
+
+    Returns:
+        float64 [n] for each rank: the largest, over a row's elements of h that are that near to the middle between two
+        e4m3 values, of ||the element's column of the L2 weight|| times the step between them. For `compare`.
+
+    Raises:
+        ValueError: an argument does not fit.
+    """
+    check_inputs(config, inputs)
+    if len(weights) != config.num_ranks:
+        raise ValueError(f"weights: got those of {len(weights)} ranks, expected {config.num_ranks}")
+    near = BOUNDS["l2_acts_fast" if config.accumulate == "fast" else _kind_of_l2_acts(activation_clamp)].near
+    results = [torch.zeros(given.num_tokens, dtype=torch.float64, device=given.x.device) for given in inputs]
+    for rank, (l1, l2) in enumerate(weights):
+        check_transformed_weights(config, l1, l2)
+        pool = dispatch(config, inputs, rank)
+        for expert in sorted(set(pool.expert.tolist())):
+            rows = (pool.expert == expert).nonzero().squeeze(1)
+            acc, _ = l1_gemm(config, pool, l1, rows, magnitude=False)
+            h = l1_epilogue(config, acc, pool.topk_weights[rows], activation_clamp=activation_clamp)
+            columns = torch.linalg.vector_norm(dequantize_weights(l2.weight[expert], l2.sf[expert]), dim=0)
+            largest = (undecided_steps(config, h, near) * columns).amax(dim=1)
+            for source, result in enumerate(results):
+                here = pool.source[rows] == source
+                tokens = pool.token[rows[here]].to(result.device)
+                result.scatter_reduce_(0, tokens, largest[here].to(result.device), "amax")
+    return results
+
+
+def _kind_of_l2_acts(activation_clamp: float | None) -> str:
+    return "l2_acts_tensor_core" if activation_clamp is None else "l2_acts_clamped"

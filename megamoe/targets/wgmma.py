@@ -50,7 +50,8 @@ def _from_registers(width: int) -> str:
 
 def _from_shared(width: int) -> str:
     count, instruction, outputs = _instruction(width)
-    product = f'"{{.reg .pred keep; setp.ne.b32 keep, %{count + 2}, 0; {instruction}, %{count}, %{count + 1}, keep, 1, 1;}}"'
+    operands = f"%{count}, %{count + 1}, keep, 1, 1"
+    product = f'"{{.reg .pred keep; setp.ne.b32 keep, %{count + 2}, 0; {instruction}, {operands};}}"'
     return f"""template <> struct WgmmaShared<{width}> {{
   static __device__ __forceinline__ void run(float* sum, uint64_t rows, uint64_t columns, uint32_t keep = 1) {{
     asm volatile({product}

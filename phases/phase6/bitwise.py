@@ -93,8 +93,9 @@ def check_tile_shapes(phase: Phase, checks: CaseChecks, *, granularity: int) -> 
 
 
 def check_tile_heights(phase: Phase, checks: CaseChecks, *, granularity: int, accumulate: Accumulate) -> None:
-    """The same tokens in short tiles, and in tall ones because others' rows share their block; values whose exponents
-    differ from column to column and from row to row as far as the formats go, so that the order of a sum shows."""
+    """The same tokens in tiles of few rows, and in tall ones because others' rows share their block; values whose
+    exponents differ from column to column and from row to row as far as the formats go, so that the order of a sum
+    shows."""
     ranks = phase.ranks
     config = make_config(
         ranks,
@@ -108,12 +109,17 @@ def check_tile_heights(phase: Phase, checks: CaseChecks, *, granularity: int, ac
     few, more = (40,) * ranks.num_ranks, (200,) * ranks.num_ranks
     tokens = [_spread_exponents(given, 20) for given in _tokens("tile_heights", config, few)]
     extra = [_spread_exponents(given, 20) for given in _tokens("tile_heights, more", config, more)]
-    # Every expert gets rows of all ranks: with `few` at most 64, with `more` several blocks full.
-    short = phase.launcher.launch(config, [given.rows(slice(0, 64 // (2 * ranks.num_ranks) + 1)) for given in tokens])
     tall = phase.launcher.launch(config, [concatenate(pair) for pair in zip(tokens, extra, strict=True)])
-    _compare(
-        checks, {rank: tall.y[rank][: len(y)] for rank, y in short.y.items()}, short.y, "short tiles, here tall ones"
-    )
+    # An expert gets rows of all ranks: with more several blocks full, of these about as many as a tile height holds.
+    for height in (8, 16, 32, 64):
+        taken = slice(0, max(1, height * 5 // 8))
+        low = phase.launcher.launch(config, [given.rows(taken) for given in tokens])
+        _compare(
+            checks,
+            {rank: tall.y[rank][: len(y)] for rank, y in low.y.items()},
+            low.y,
+            f"about {taken.stop} rows an expert, here tall tiles",
+        )
 
 
 def _spread_exponents(given: Tokens, spread: int) -> Tokens:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 
-from megamoe.config import Stage, ceil_div
+from megamoe.config import Stage
 from phases.support.launches import Launch
 from phases.support.oracle import RankOracle
-from phases.support.workloads import MANY_TOKENS, TILES
+from phases.support.workloads import MANY_TOKENS, TILE_HEIGHTS, TILES
 
 
 @dataclass
@@ -22,7 +22,7 @@ class Coverage:
         l1_tiles, l2_tiles: output tiles of a block, by number.
         window_rows, window_columns: chosen windows of L1 accumulators.
         block_m, l2_sf_granularity, hidden: of the configs.
-        block_halves: of 64 rows that blocks of 128 have in use: 1 or 2.
+        block_rows: that blocks of 128 have in use.
         tokens: of single ranks.
     """
 
@@ -34,7 +34,7 @@ class Coverage:
     window_rows: set[int] = field(default_factory=set)
     window_columns: set[int] = field(default_factory=set)
     block_m: set[int] = field(default_factory=set)
-    block_halves: set[int] = field(default_factory=set)
+    block_rows: set[int] = field(default_factory=set)
     l2_sf_granularity: set[int] = field(default_factory=set)
     hidden: set[int] = field(default_factory=set)
     tokens: set[int] = field(default_factory=set)
@@ -55,7 +55,7 @@ class Coverage:
             self.l2_tiles |= set(range(config.num_l2_tiles))
         self.block_m.add(config.block_m)
         if config.block_m == 128:
-            self.block_halves |= {ceil_div(rows, 64) for rows in pool.block_rows.tolist()}
+            self.block_rows |= set(pool.block_rows.tolist())
         self.l2_sf_granularity.add(config.l2_sf_granularity)
         self.hidden.add(config.hidden)
 
@@ -76,13 +76,15 @@ class Coverage:
     def lacks(self, stage: Stage, target: str) -> list[str]:
         """What a phase of this stage has to have compared on a target and has not."""
         heights = {tiles[0] for tiles in TILES[target]}
+        of_target = TILE_HEIGHTS[target]
+        tile_heights = tuple(sorted({min(h for h in of_target if rows <= h) for rows in self.block_rows}))
         tokens = {0, 1, 8, 48, 192, MANY_TOKENS[target]}
         wanted = [
             (len(self.experts) >= 2, f"several experts, compared {sorted(self.experts)}"),
             (len(self.pool_blocks) >= 2, f"several pool blocks, compared {sorted(self.pool_blocks)}"),
             (max(self.expert_blocks, default=0) >= 1, "an expert with several pool blocks"),
             (self.block_m == heights, f"BLOCK_M {sorted(heights)}, compared {sorted(self.block_m)}"),
-            (self.block_halves == {1, 2}, f"blocks of up to 64 rows and of more: halves {sorted(self.block_halves)}"),
+            (tile_heights == of_target, f"blocks for tiles of {of_target} rows, compared {tile_heights}"),
             (len(self.hidden) >= 2, f"several model widths, compared {sorted(self.hidden)}"),
             (tokens <= self.tokens, f"tokens {sorted(tokens)}, compared {sorted(self.tokens)}"),
         ]

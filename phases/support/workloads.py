@@ -27,11 +27,13 @@ TILES: dict[str, tuple[Tiles, Tiles, Tiles]] = {
     "host": ((128, 256, 128), (64, 256, 256), (32, 512, 128)),
     "sm90": ((128, 256, 256),) * 3,
 }
-"""Three shapes that the cases of a target use by number. Target sm90 has one: it chooses between tiles of 128 and of 64
-rows for each block, from its counts."""
+"""Three shapes that the cases of a target use by number. Target sm90 has one: it chooses between TILE_HEIGHTS for each
+block, from its counts."""
+TILE_HEIGHTS: dict[str, tuple[int, ...]] = {"host": (64, 128), "sm90": (8, 16, 32, 64, 128)}
+"""Rows that a tile of a block of 128 is computed for, at least: each with code of its own on sm90."""
 BLOCK_EDGES: dict[str, dict[Tiles, tuple[int, ...]]] = {
     "host": {tiles: (tiles[0],) for tiles in TILES["host"]},
-    "sm90": {TILES["sm90"][0]: (128, 64, 192)},
+    "sm90": {TILES["sm90"][0]: (128, 192, 64, 32, 16, 8)},
 }
 """Rows around which an expert is cut into blocks, or blocks into tiles."""
 
