@@ -12,10 +12,15 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
+import megamoe
+from megamoe import VirtualGroup
 from megamoe.jit import CompileError, CubinArtifact, compile_cubin, csrc_dir, find_nvcc
 from megamoe.targets import sm90
-from tests.device import racecheck
+from phases.support.inputs import make_tokens
+from phases.support.workloads import TILE_HEIGHTS
+from tests.device import racecheck, small_run
 
 COMPILERS = [
     "nvrtc",
@@ -208,6 +213,19 @@ def test_the_race_checker_knows_the_fields_of_a_tile_slot() -> None:
     fields = set(re.findall(r"\b(\w+)(?:\[\w+\])*\s*[,;]", code))
     (known,) = re.findall(r"\(\?:([\w|]+)\)", racecheck.FIELD)
     assert fields == set(known.split("|"))
+
+
+def test_what_the_sanitizers_watch_has_tiles_of_every_height() -> None:
+    opened = megamoe.get_symm_buffer_for_mega_moe(VirtualGroup(1), *small_run.LAYER)
+    config = opened.config
+    opened.close()
+    (given,) = make_tokens(small_run.workload(config))
+    heights = set()
+    for count in small_run.FEWER_TOKENS:
+        rows = torch.bincount(given.topk_idx[:count].flatten() + 1, minlength=config.num_experts + 1)[1:]
+        heights |= {min(height for height in TILE_HEIGHTS["sm90"] if n <= height) for n in rows.tolist() if n > 0}
+    assert heights >= {8, 16, 32, 64}
+    assert int(rows.max()) <= config.block_m
 
 
 def access_at(file: str, text: str, kind: str) -> racecheck.Access:

@@ -40,7 +40,8 @@ FIELD = r"\.(?:work|block|column|rows|expert|depth|end|pieces|turn|failed|stages
 SLOT_FIELD = {
     "schedule.hpp": re.compile(rf"\bslot{FIELD}|\bshared_\.tiles\[.+\]{FIELD}"),
     **dict.fromkeys(
-        ("load.hpp", "math.hpp", "products.hpp", "products_fast.hpp"), re.compile(rf"\b(?:slot|tile){FIELD}")
+        ("load.hpp", "math.hpp", "products.hpp", "products_fast.hpp", "products_swapped.hpp", "swapped_epilogue.hpp"),
+        re.compile(rf"\b(?:slot|tile){FIELD}"),
     ),
 }
 
