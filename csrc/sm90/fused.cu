@@ -96,10 +96,10 @@ MEGAMOE_FN Shared& shared_again(Shared& shared) {
   return *reinterpret_cast<Shared*>(__cvta_shared_to_generic(address));
 }
 
-// Whether, from this rank's tokens, most experts will have short tiles only.
-MEGAMOE_FN bool few_rows(const Context& context) {
+// Rows that an expert will have, from this rank's tokens.
+MEGAMOE_FN uint32_t expected_rows(const Context& context) {
   const Problem& problem = *context.problem;
-  return context.num_tokens * problem.num_topk * problem.num_ranks <= kShortM * problem.num_experts;
+  return ceil_div(context.num_tokens * problem.num_topk * problem.num_ranks, problem.num_experts);
 }
 
 // Warp 0.
@@ -111,7 +111,8 @@ MEGAMOE_FN void run_load(Shared& shared) {
 MEGAMOE_FN void run_schedule(Shared& shared, bool drains) {
   OneWarp team(kScheduleWarp, 0, nullptr);
   Scheduler<kScaleGroups> scheduler(shared, team);
-  if (!drains && few_rows(shared.context)) scheduler.rehearse();
+  const uint32_t expected = expected_rows(shared.context);
+  if (!drains && expected <= kShortM) scheduler.rehearse(expected);
   const uint32_t first = team.once([&] { return take(shared.context, Claim::tile); });
   const Table table = drains ? Table{false, 0} : wait_for_table(shared.context, team);
   scheduler.run(shared.context, table, first);

@@ -36,7 +36,7 @@ RIGHT_WAYS = ("direct", "through", "each_lane")
 HANDED_BY_WARP = ("direct", "through")  # as in the kernel: one arrival for a warp
 ACCESS = re.compile(r"(Read|Write) access at (.+?)\+0x([0-9a-f]+)(?: in ([^\s:]+):(\d+))?(?: \[\d+ hazards?\])?\s*$")
 SUMMARY = re.compile(r"RACECHECK SUMMARY: (\d+) hazards? displayed \((\d+) errors?, (\d+) warnings?\)")
-FIELD = r"\.(?:work|block|column|rows|expert|depth|end|pieces|turn|failed|stages|shared|scales)\b"
+FIELD = r"\.(?:work|block|column|rows|expert|height|depth|end|pieces|turn|failed|stages|shared|scales)\b"
 SLOT_FIELD = {
     "schedule.hpp": re.compile(rf"\bslot{FIELD}|\bshared_\.tiles\[.+\]{FIELD}"),
     **dict.fromkeys(

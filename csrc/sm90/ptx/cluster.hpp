@@ -23,6 +23,8 @@ MEGAMOE_FN void cluster_sync() {
       "barrier.cluster.wait;" ::
           : "memory");
 }
+// What this thread did before, or saw done, comes before what it does after, for the whole cluster.
+MEGAMOE_FN void fence_cluster() { asm volatile("fence.acq_rel.cluster;" ::: "memory"); }
 // In a cluster of two.
 MEGAMOE_FN uint32_t partner() { return cluster_rank() ^ 1; }
 

@@ -83,10 +83,10 @@ class MathRole {
  private:
   // Returns the tile's turn: beside the products there is no register to keep it.
   MEGAMOE_FN uint32_t run_tile(const TileSlot& slot) {
-    if (slot.rows > kShortM) return run_in_place<2>(slot);
-    if (slot.rows > kMostSwapped) return run_in_place<1>(slot);
-    if (slot.rows > 16) return run_swapped<32>(slot);
-    if (slot.rows > 8) return run_swapped<16>(slot);
+    if (slot.height > kShortM) return run_in_place<2>(slot);
+    if (slot.height > kMostSwapped) return run_in_place<1>(slot);
+    if (slot.height > 16) return run_swapped<32>(slot);
+    if (slot.height > 8) return run_swapped<16>(slot);
     return run_swapped<8>(slot);
   }
   template <uint32_t kPieces>

@@ -50,15 +50,16 @@ class Scheduler {
 
   MEGAMOE_FN Scheduler(Shared& shared, WarpTeam<1>& warp) : shared_(shared), warp_(warp) {}
 
-  // Before the first tile two of the smallest kind without rows and results, whose stages hold anything: a launch finds none of its code
-  // in the caches of a GPU that streams weights, and fetching an epilogue takes longer than running it. The math role has
-  // nothing to do yet. What it fetches of block 0's rows may be half written; nobody uses it.
-  MEGAMOE_FN void rehearse() {
+  // Before the first tile two of the expected height, without rows and results, whose stages hold anything: a launch finds none
+  // of its code in the caches of a GPU that streams weights, and fetching an epilogue takes longer than running it. The math
+  // role has nothing to do yet. What it fetches of block 0's rows may be half written; nobody uses it.
+  MEGAMOE_FN void rehearse(uint32_t height) {
     for (const TileWork work : {TileWork::l1, TileWork::l2}) {
       if (warp_.rank() == 0) {
         TileSlot& slot = shared_.tiles[next_.slot()];
         slot.work = work;
         slot.block = slot.column = slot.expert = slot.rows = slot.failed = slot.shared = 0;
+        slot.height = height;
         slot.depth = kRehearsedStages;
         slot.end = next_stage_ + kRehearsedStages;
         slot.stages = kStages;
@@ -114,10 +115,12 @@ class Scheduler {
       for (uint32_t stage = 0; stage < kStages; ++stage)
         restart_barrier(&shared_.empty[stage], 2 * kMathWarps, stage < next_stage_);
       publish_barrier_init();
+      fence_cluster();
     }
     tell_partner(shared_, ready_state(first_, rehearsed));
     if (!together_) return true;
     const uint32_t state = hear_partner(shared_);
+    fence_cluster();
     if (state == kDrains || state % 2 != rehearsed) return false;
     const uint32_t mine = first_, other = state / 2 - 1;
     first_ = smaller(mine, other);
@@ -226,7 +229,7 @@ class Scheduler {
       slot.work = l1 ? TileWork::l1 : TileWork::l2;
       slot.block = idle ? 0 : blocks.mine;
       slot.column = tile.column;
-      slot.rows = block.rows;
+      slot.rows = slot.height = block.rows;
       slot.expert = block.expert;
       slot.depth = depth;
       slot.end = next_stage_ + depth;

@@ -60,8 +60,9 @@ class SwappedActivationStore {
 
   // Where a warp leaves the largest activations of its tokens: its own part of the row targets, which such a tile lacks.
   MEGAMOE_FN uint32_t* largest_of_warp(uint32_t warp) const {
-    static_assert(kM <= 16 * 3);
-    return shared_.targets[warp / 4].metadata[16 * (warp % 4)];
+    constexpr uint32_t words = sizeof(RowTargets::metadata) / sizeof(uint32_t) / 4;  // a warp
+    static_assert(kM <= words);
+    return reinterpret_cast<uint32_t*>(shared_.targets[warp / 4].metadata) + words * (warp % 4);
   }
 
   // The scale of token `lane`: from its largest activation in this warp, then in all warps that share it.
