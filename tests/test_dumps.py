@@ -33,7 +33,7 @@ from megamoe.inspect.dump import LaunchFacts, load_dump, load_group, write_dump
 from megamoe.inspect.image import NotSaved
 from megamoe.inspect.names import LINK_PREFIX, memfd_name, parse_memfd_link
 from megamoe.inspect.outside import OutsideBuffers
-from megamoe.inspect.rows import NARROW_PULL_FROM, NARROW_PULL_WINDOW, PULL_WINDOW, run_of_row
+from megamoe.inspect.rows import PULL_WINDOW, run_of_row
 from megamoe.inspect.tensors import region_tensor
 from megamoe.layout import buffer_layout
 from phases.phase4 import l1_epilogue_correctness as phase4
@@ -350,32 +350,18 @@ def test_missing_rows_have_names(launcher: Launcher, tmp_path: Path) -> None:
 
 
 def test_runs_of_rows_are_numbered_as_the_kernel_claims_them() -> None:
-    """33 blocks of 8 rows: windows of 32 blocks; in a window the first runs of all its blocks come first. 128 and more:
-    windows of 16."""
-    order = sorted((run_of_row(block, row, 33, 8), block, row) for block in range(33) for row in (0, 4))
-    assert [run for run, _, _ in order] == list(range(66))
-    assert [(block, row) for _, block, row in order[30:34]] == [(30, 0), (31, 0), (0, 4), (1, 4)]
-    assert [(block, row) for _, block, row in order[64:]] == [(32, 0), (32, 4)]
-    order = sorted((run_of_row(block, row, 127, 8), block, row) for block in range(127) for row in (0, 4))
-    assert [(block, row) for _, block, row in order[30:33]] == [(30, 0), (31, 0), (0, 4)]
-    order = sorted((run_of_row(block, row, 128, 8), block, row) for block in range(128) for row in (0, 4))
-    assert [(block, row) for _, block, row in order[14:17]] == [(14, 0), (15, 0), (0, 4)]
-    order = sorted((run_of_row(block, row, 130, 8), block, row) for block in range(130) for row in (0, 4))
-    assert [run for run, _, _ in order] == list(range(260))
-    assert [(block, row) for _, block, row in order[14:18]] == [(14, 0), (15, 0), (0, 4), (1, 4)]
-    assert [(block, row) for _, block, row in order[256:]] == [(128, 0), (129, 0), (128, 4), (129, 4)]
+    """Blocks of 8 rows in windows of 8 blocks; in a window the first runs of all its blocks come first."""
+    order = sorted((run_of_row(block, row, 10, 8), block, row) for block in range(10) for row in (0, 4))
+    assert [run for run, _, _ in order] == list(range(20))
+    assert [(block, row) for _, block, row in order[6:10]] == [(6, 0), (7, 0), (0, 4), (1, 4)]
+    assert [(block, row) for _, block, row in order[14:]] == [(6, 4), (7, 4), (8, 0), (9, 0), (8, 4), (9, 4)]
 
 
 def test_what_is_written_down_twice_is_the_same() -> None:
     """The harness imports megamoe only where there is a buffer, and neither reads C++."""
     assert (BUFFER_LINK, DUMP_SUFFIX) == (LINK_PREFIX, dump_module.SUFFIX)
     pull = (REPOSITORY / "csrc/protocol/pull.hpp").read_text()
-    for name, value in (
-        ("kPullWindow", PULL_WINDOW),
-        ("kNarrowPullWindow", NARROW_PULL_WINDOW),
-        ("kNarrowPullFrom", NARROW_PULL_FROM),
-    ):
-        assert re.findall(rf"constexpr uint32_t {name} = (\d+);", pull) == [str(value)]
+    assert re.findall(r"constexpr uint32_t kPullWindow = (\d+);", pull) == [str(PULL_WINDOW)]
 
 
 def test_every_view_has_a_source_that_exists() -> None:

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 import megamoe
 from megamoe import MegaMoEConfig, MegaMoEFault, Stage, VirtualGroup
 from megamoe.faults import FaultKind
-from megamoe.inspect.rows import NARROW_PULL_FROM
 from tests.layers import Batch, draw_weights, open_buffer, small_config
 
 Row = tuple[int, int, int, int]
@@ -145,8 +144,7 @@ def test_several_chunks_of_routes() -> None:
 
 @pytest.mark.parametrize("tokens", [(40, 33), (300, 7)], ids=["one chunk", "two chunks"])
 def test_more_experts_than_are_sorted_at_a_time(tokens: tuple[int, int]) -> None:
-    """Sources count 256 experts at a time, and a table of two sources takes 512 local experts at a time. With 300
-    tokens there are so many blocks that they are pulled in narrow windows."""
+    """Sources count 256 experts at a time, and a table of two sources takes 512 local experts at a time."""
     config = small_config(2, num_experts=1030, num_topk=4, num_max_tokens_per_rank=300)
     generator = torch.Generator().manual_seed(4)
     # Half of the routes go to a few experts on both sides of the borders.
@@ -163,7 +161,5 @@ def test_more_experts_than_are_sorted_at_a_time(tokens: tuple[int, int]) -> None
                 torch.rand(count, 4, generator=generator),
             )
         )
-    touched = torch.cat([batch.topk_idx for batch in batches]).unique()
-    assert (min((touched < 515).sum(), (touched >= 515).sum()) >= NARROW_PULL_FROM) == (tokens[0] == 300)
     for workers in (1, 3):
         check_pool(config, batches, workers)

@@ -65,15 +65,9 @@ MEGAMOE_FN void store_row_metadata(const Context& context, const PulledRow& row,
   context.own<float>(layout.l1_topk_weights)[row.pool_row] = weight;
 }
 
-// Blocks that are pulled side by side. Few blocks are mostly short ones: one by one they would make claims for nothing. With
-// many the first tiles should not wait for more blocks than they need.
-constexpr uint32_t kPullWindow = 32;
-constexpr uint32_t kNarrowPullWindow = 16;
-constexpr uint32_t kNarrowPullFrom = 128;
-
-MEGAMOE_FN uint32_t pull_window(uint32_t num_blocks) {
-  return num_blocks < kNarrowPullFrom ? kPullWindow : kNarrowPullWindow;
-}
+// Blocks that are pulled side by side: few, since a launch begins with tiles of the first blocks on all workers, and these wait
+// for all their rows.
+constexpr uint32_t kPullWindow = 8;
 
 constexpr uint32_t kPullDrains = ~0u;
 constexpr uint32_t kNoBlock = ~0u;
@@ -86,13 +80,13 @@ struct PullRun {
 // Run number `index`: windows of blocks one after the other, within a window the first runs of all its blocks first.
 MEGAMOE_FN PullRun pull_run(const Context& context, uint32_t index, uint32_t num_blocks) {
   const uint32_t runs_per_block = ceil_div(context.problem->block_m, kRowsPerPull);
-  const uint32_t width = pull_window(num_blocks);
-  const uint32_t window = index / (width * runs_per_block);
-  if (window * width >= num_blocks) return {kNoBlock, 0};
-  const uint32_t blocks = smaller(width, num_blocks - window * width);
-  const uint32_t rest = index - window * width * runs_per_block;
+  const uint32_t window = index / (kPullWindow * runs_per_block);
+  const uint32_t first_block = window * kPullWindow;
+  if (first_block >= num_blocks) return {kNoBlock, 0};
+  const uint32_t blocks = smaller(kPullWindow, num_blocks - first_block);
+  const uint32_t rest = index - first_block * runs_per_block;
   if (rest >= blocks * runs_per_block) return {kNoBlock, 0};
-  return {window * width + rest % blocks, rest / blocks * kRowsPerPull};
+  return {first_block + rest % blocks, rest / blocks * kRowsPerPull};
 }
 
 // The next run to pull, one answer for the whole team; kPullDrains when the launch drains.

@@ -10,9 +10,8 @@ from megamoe.config import ceil_div
 from megamoe.inspect.image import Image, NotSaved
 from megamoe.layout import ROWS_PER_PULL
 
-PULL_WINDOW, NARROW_PULL_WINDOW, NARROW_PULL_FROM = 32, 16, 128
-"""``kPullWindow`` and so on of ``csrc/protocol/pull.hpp``: blocks whose runs are claimed side by side, and from how
-many blocks on fewer of them are."""
+PULL_WINDOW = 8
+"""``kPullWindow`` of ``csrc/protocol/pull.hpp``: blocks whose runs are claimed side by side."""
 MAX_ROWS = 4
 """Missing rows of a block that are named."""
 
@@ -27,11 +26,10 @@ class PoolState:
 
 def run_of_row(block: int, row: int, num_blocks: int, block_m: int) -> int:
     """The pull claim that covers a row of a block: the inverse of ``pull_run`` in ``csrc/protocol/pull.hpp``."""
-    width = PULL_WINDOW if num_blocks < NARROW_PULL_FROM else NARROW_PULL_WINDOW
-    window = block // width
-    blocks_here = min(width, num_blocks - window * width)
-    first = window * width * ceil_div(block_m, ROWS_PER_PULL)
-    return first + row // ROWS_PER_PULL * blocks_here + block - window * width
+    first_block = block // PULL_WINDOW * PULL_WINDOW
+    blocks_here = min(PULL_WINDOW, num_blocks - first_block)
+    first = first_block * ceil_div(block_m, ROWS_PER_PULL)
+    return first + row // ROWS_PER_PULL * blocks_here + block - first_block
 
 
 class Origins:
