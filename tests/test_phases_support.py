@@ -10,7 +10,7 @@ import yaml
 
 from megamoe import MegaMoEConfig, VirtualGroup
 from megamoe.config import Stage, ceil_div
-from megamoe.reference import as_bits, squares
+from megamoe.reference import BOUNDS, as_bits, moe_layer, squares, undecided_rounding
 from phases.support.checks import CaseChecks, view_lines
 from phases.support.coverage import Coverage
 from phases.support.expressions import config_values, evaluate
@@ -242,6 +242,20 @@ def test_a_gpu_has_the_shapes_and_counts_that_were_asked_for(num_ranks: int) -> 
     edges = {192, *TILE_HEIGHTS["sm90"]}
     assert {work.counts for work in cases["edge_counts"]} == {(0, 1, edge - 1, edge, edge + 1) for edge in edges}
     assert num_ranks == 1 or any(1000 in of_ranks and len(set(of_ranks)) > 1 for of_ranks in counts)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 8])
+def test_no_edge_case_of_a_gpu_hangs_on_one_rounding(num_ranks: int) -> None:
+    """Their rows are few, and a kernel may round an element of h near the middle of two e4m3 values either way."""
+    ranks = Ranks("virtual", "sm90", num_ranks, tuple(range(num_ranks)), VirtualGroup(num_ranks), 0)
+    limit = BOUNDS["y"].row_limit
+    assert limit is not None
+    for work in numeric_cases(ranks, Stage.COMBINE)["edge_counts"]:
+        weights = [make_weights(work.config, rank) for rank in range(num_ranks)]
+        inputs = [given.quantised() for given in make_tokens(work)]
+        roundings = undecided_rounding(work.config, inputs, weights)
+        for y, rounding in zip(moe_layer(work.config, inputs, weights), roundings, strict=True):
+            assert bool((rounding <= 0.9 * limit * y.norm(dim=1)).all()), work.name
 
 
 # --- coverage and lines ----------------------------------------------------------------------------------------------
