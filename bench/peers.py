@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,9 @@ from bench.world import World
 ERRORS = (RuntimeError, TypeError, ValueError, AssertionError, AttributeError, OSError)
 """What code of others raises where it cannot run here; the rows of the rest are wanted all the same."""
 NEEDED = ("fp8_mega_moe", "get_symm_buffer_for_sm90_mega_moe", "transform_weights_for_mega_moe_sm90")
+BOUND = "num_tokens_bound"
+"""Parameter of newer releases: the most tokens a rank has in this call. Without it they plan for all that the buffer
+holds, padded (0.2.5: to 128)."""
 
 
 def peer_name() -> str:
@@ -64,6 +68,8 @@ class DeepGemm:
         self._num_experts = experts_per_rank * world.num_ranks
         natural = weights[self._rank]
         self._l1, self._l2 = module.transform_weights_for_mega_moe_sm90(natural.l1, natural.l2)
+        self._has_bound = BOUND in inspect.signature(module.fp8_mega_moe).parameters
+        self._bound: dict[str, int] = {}
         self._buffer: Any = None
         self._sets: Sequence[InputSet] = ()
         self._y: Tensor | None = None
@@ -88,6 +94,8 @@ class DeepGemm:
             raise RuntimeError(
                 f"deep_gemm: x_sf of its buffer is {list(self._buffer.x_sf.shape)}, expected [tokens, {expected[0]}]"
             )
+        if self._has_bound:
+            self._bound = {BOUND: tokens}
         self._y = torch.empty(tokens, self._shape.hidden, dtype=torch.bfloat16, device=self._buffer.x.device)
 
     def load(self, index: int) -> None:
@@ -99,7 +107,7 @@ class DeepGemm:
         buffer.topk_weights[:count].copy_(tokens.topk_weights)
 
     def call(self) -> None:
-        self._module.fp8_mega_moe(self._y, self._l1, self._l2, self._buffer)
+        self._module.fp8_mega_moe(self._y, self._l1, self._l2, self._buffer, **self._bound)
 
     def check(self) -> None:
         self._world.synchronize()

@@ -67,8 +67,9 @@ class ProcessLike(HostWorld):
     kind = "process"
 
 
-def _fake_deep_gemm(calls: list[str]) -> types.ModuleType:
-    """The Python API of sgl-deep-gemm 0.1.5 as far as the adapter uses it; buffers are padded as its are."""
+def _fake_deep_gemm(calls: list[str], bounded: bool = False) -> types.ModuleType:
+    """The Python API of sgl-deep-gemm 0.1.5 as far as the adapter uses it, or of 0.2.5, which has a bound on the tokens
+    of a call; buffers are padded as theirs are."""
     module = types.ModuleType("deep_gemm")
 
     class Buffer:
@@ -90,15 +91,22 @@ def _fake_deep_gemm(calls: list[str]) -> types.ModuleType:
         calls.append("call")
         y.copy_(buffer.x[: y.shape[0]].float())
 
+    def bounded_call(
+        y: torch.Tensor, l1: object, l2: object, buffer: Buffer, num_tokens_bound: int | None = None
+    ) -> None:
+        calls.append(f"at most {num_tokens_bound}")
+        call(y, l1, l2, buffer)
+
     module.get_symm_buffer_for_sm90_mega_moe = get_buffer  # type: ignore[attr-defined]
     module.transform_weights_for_mega_moe_sm90 = lambda l1, l2: (l1, l2)  # type: ignore[attr-defined]
-    module.fp8_mega_moe = call  # type: ignore[attr-defined]
+    module.fp8_mega_moe = bounded_call if bounded else call  # type: ignore[attr-defined]
     return module
 
 
-def test_deep_gemm_is_driven_by_its_api(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("bounded", [False, True])
+def test_deep_gemm_is_driven_by_its_api(monkeypatch: pytest.MonkeyPatch, bounded: bool) -> None:
     calls: list[str] = []
-    monkeypatch.setitem(sys.modules, "deep_gemm", _fake_deep_gemm(calls))
+    monkeypatch.setitem(sys.modules, "deep_gemm", _fake_deep_gemm(calls, bounded))
     world = ProcessLike(1)
     module, reason = peers.find_deep_gemm(world)
     assert reason is None
@@ -111,7 +119,9 @@ def test_deep_gemm_is_driven_by_its_api(monkeypatch: pytest.MonkeyPatch) -> None
         peer.check()
         assert torch.equal(peer.answer()[0].float(), sets[1].tokens[0].x.float())
     peer.close()
-    assert calls == ["buffer 4 3 2 256 128", "call", "destroy", "buffer 4 9 2 256 128", "call", "destroy"]
+    told = {tokens: [f"at most {tokens}"] * bounded for tokens in (3, 9)}
+    first, second = ([f"buffer 4 {tokens} 2 256 128", *told[tokens], "call", "destroy"] for tokens in (3, 9))
+    assert calls == first + second
 
 
 def test_a_deep_gemm_that_cannot_take_the_weights_is_a_skipped_row(
