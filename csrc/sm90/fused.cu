@@ -96,7 +96,7 @@ MEGAMOE_FN Shared& shared_again(Shared& shared) {
   return *reinterpret_cast<Shared*>(__cvta_shared_to_generic(address));
 }
 
-// Rows that an expert will have, from this rank's tokens.
+// Rows of an expert on average, if every rank has as many tokens as this one.
 MEGAMOE_FN uint32_t expected_rows(const Context& context) {
   const Problem& problem = *context.problem;
   return ceil_div(context.num_tokens * problem.num_topk * problem.num_ranks, problem.num_experts);

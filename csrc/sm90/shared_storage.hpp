@@ -45,7 +45,7 @@ constexpr uint32_t kMaxDepth = 128;  // stages of a tile: hidden and intermediat
 struct TileSlot {
   TileWork work;
   uint32_t block, column, rows, expert;
-  uint32_t height;   // rows it is computed for, at least: `rows`, but for a rehearsed tile
+  uint32_t height;   // rows whose code it runs: `rows`, but for a rehearsed tile
   uint32_t depth;    // stages
   uint32_t end;      // number, among all stages of the CTA, of the first one after this tile's
   uint32_t pieces;   // of 128 columns; the last L2 tile of a row may have only one

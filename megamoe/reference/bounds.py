@@ -86,6 +86,8 @@ class Comparison:
     """One line for a log."""
     max_row_error: float | None = None
     row_bound: float | None = None
+    """NORM: of the row `worst`, which is furthest from its own limit (one whose NaN or inf are wrong comes first), and
+    that limit."""
     own_error: float | None = None
     """`all_ranks`: the norm over the elements at hand, for information."""
 

@@ -110,7 +110,8 @@ def check_tile_heights(phase: Phase, checks: CaseChecks, *, granularity: int, ac
     tokens = [_spread_exponents(given, 20) for given in _tokens("tile_heights", config, few)]
     extra = [_spread_exponents(given, 20) for given in _tokens("tile_heights, more", config, more)]
     tall = phase.launcher.launch(config, [concatenate(pair) for pair in zip(tokens, extra, strict=True)])
-    # An expert gets rows of all ranks: with more several blocks full, of these about as many as a tile height holds.
+    # All ranks' rows go to an expert: with the extra tokens a full block and one more than half full, without them
+    # about as many as a tile of that height holds.
     for height in (8, 16, 32, 64):
         taken = slice(0, max(1, height * 5 // 8))
         low = phase.launcher.launch(config, [given.rows(taken) for given in tokens])

@@ -22,7 +22,7 @@ class Coverage:
         l1_tiles, l2_tiles: output tiles of a block, by number.
         window_rows, window_columns: chosen windows of L1 accumulators.
         block_m, l2_sf_granularity, hidden: of the configs.
-        block_rows: that blocks of 128 have in use.
+        block_rows: rows in use in blocks of 128, as numbers that occurred.
         tokens: of single ranks.
     """
 

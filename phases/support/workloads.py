@@ -30,15 +30,17 @@ TILES: dict[str, tuple[Tiles, Tiles, Tiles]] = {
 """Three shapes that the cases of a target use by number. Target sm90 has one: it chooses between TILE_HEIGHTS for each
 block, from its counts."""
 TILE_HEIGHTS: dict[str, tuple[int, ...]] = {"host": (64, 128), "sm90": (8, 16, 32, 64, 128)}
-"""Rows that a tile of a block of 128 is computed for, at least: each with code of its own on sm90."""
+"""Most rows of a tile, of blocks of 128: a tile is computed for the least of these that holds its block's rows. On sm90
+each has code of its own; host has one code, and blocks up to half full and fuller ones are asked for."""
 BLOCK_EDGES: dict[str, dict[Tiles, tuple[int, ...]]] = {
     "host": {tiles: (tiles[0],) for tiles in TILES["host"]},
     "sm90": {TILES["sm90"][0]: (128, 192, 64, 32, 16, 8)},
 }
-"""Rows around which an expert is cut into blocks, or blocks into tiles."""
-EDGE_DRAWS = {16: 2, 128: 5, 192: 41}
-"""Which draw of its inputs the case around so many rows takes, where it is not the first: the first whose rows of y do
-not hang on one rounding of h that may go either way (DESIGN.md, known deviations)."""
+"""Rows around which an expert is cut into blocks, or a block's tiles change their height (192: in a second block)."""
+EDGE_DRAWS = {8: 2, 16: 2, 128: 5, 192: 41}
+"""For the case around so many rows, a number that goes into its name, from which its inputs are drawn: those of the
+plain name hang on one rounding of h that may go either way, and y would miss a bound by it (DESIGN.md, known
+deviations). test_no_edge_case_of_a_gpu_hangs_on_one_rounding says what is asked of a draw."""
 
 
 def make_config(

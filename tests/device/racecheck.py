@@ -162,7 +162,7 @@ def of_a_slot(report: Report) -> bool:
 
 
 def of_second_arrivals(report: Report) -> bool:
-    """Whether the schedule role writes where math warps arrive a second time, and one of those reads it."""
+    """Whether the schedule role writes the address at which math warps arrive in the partner, and one reads it."""
     sides = {side.file: side for side in (report.first, report.second)}
     if set(sides) != {"schedule.hpp", "pipeline.hpp"}:
         return False
