@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from megamoe.config import MegaMoEConfig
 from megamoe.quant import dequantize_weights
 from megamoe.reference.bounds import BOUNDS
 from megamoe.reference.combine import invalid_tokens
-from megamoe.reference.dispatch import RankInputs, check_inputs, dispatch
+from megamoe.reference.dispatch import Pool, RankInputs, check_inputs, dispatch
 from megamoe.reference.l1 import l1_epilogue, l1_gemm, quantize_h, undecided_steps
 from megamoe.reference.l2 import l2_gemm, l2_gemm_unquantised
 from megamoe.weights import L1Weights, L2Weights, check_transformed_weights
@@ -44,26 +45,17 @@ def moe_layer(
     Raises:
         ValueError: an argument does not fit.
     """
-    check_inputs(config, inputs)
-    if len(weights) != config.num_ranks:
-        raise ValueError(f"weights: got those of {len(weights)} ranks, expected {config.num_ranks}")
+    _check(config, inputs, weights)
     results = [
         torch.zeros((given.num_tokens, config.hidden), dtype=torch.float64, device=given.x.device) for given in inputs
     ]
-    for rank, (l1, l2) in enumerate(weights):
-        check_transformed_weights(config, l1, l2)
-        pool = dispatch(config, inputs, rank)
-        for expert in sorted(set(pool.expert.tolist())):
-            rows = (pool.expert == expert).nonzero().squeeze(1)
-            acc, _ = l1_gemm(config, pool, l1, rows, magnitude=False)
-            h = l1_epilogue(config, acc, pool.topk_weights[rows], activation_clamp=activation_clamp)
-            if quantize_hidden:
-                partial = l2_gemm(config, pool, *quantize_h(config, h), l2, rows)
-            else:
-                partial = l2_gemm_unquantised(config, pool, h, l2, rows)
-            for source, y in enumerate(results):
-                here = pool.source[rows] == source
-                y.index_add_(0, pool.token[rows[here]].to(y.device), partial[here].to(y.device))
+    for part in _parts(config, inputs, weights, activation_clamp):
+        if quantize_hidden:
+            partial = l2_gemm(config, part.pool, *quantize_h(config, part.h), part.l2, part.rows)
+        else:
+            partial = l2_gemm_unquantised(config, part.pool, part.h, part.l2, part.rows)
+        for y, tokens, here in part.by_source(results):
+            y.index_add_(0, tokens, partial[here].to(y.device))
     for given, y in zip(inputs, results, strict=True):
         y[invalid_tokens(config, given.topk_idx)] = torch.nan
     return results
@@ -90,11 +82,49 @@ def undecided_rounding(
     Raises:
         ValueError: an argument does not fit.
     """
+    _check(config, inputs, weights)
+    kind = "fast" if config.accumulate == "fast" else "tensor_core" if activation_clamp is None else "clamped"
+    near = BOUNDS[f"l2_acts_{kind}"].near
+    results = [torch.zeros(given.num_tokens, dtype=torch.float64, device=given.x.device) for given in inputs]
+    for part in _parts(config, inputs, weights, activation_clamp):
+        w2 = dequantize_weights(part.l2.weight[part.expert], part.l2.sf[part.expert])
+        columns = torch.linalg.vector_norm(w2, dim=0)
+        largest = (undecided_steps(config, part.h, near) * columns).amax(dim=1)
+        for result, tokens, here in part.by_source(results):
+            result.scatter_reduce_(0, tokens, largest[here].to(result.device), "amax")
+    return results
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What one expert that a route names has to do: `rows` of its rank's pool, and their h."""
+
+    pool: Pool
+    expert: int
+    rows: Tensor
+    h: Tensor
+    l2: L2Weights
+
+    def by_source(self, results: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """For each source rank its result, the tokens there that have rows here, and which rows those are."""
+        for source, result in enumerate(results):
+            here = self.pool.source[self.rows] == source
+            yield result, self.pool.token[self.rows[here]].to(result.device), here
+
+
+def _check(config: MegaMoEConfig, inputs: Sequence[RankInputs], weights: Sequence[tuple[L1Weights, L2Weights]]) -> None:
     check_inputs(config, inputs)
     if len(weights) != config.num_ranks:
         raise ValueError(f"weights: got those of {len(weights)} ranks, expected {config.num_ranks}")
-    near = BOUNDS["l2_acts_fast" if config.accumulate == "fast" else _kind_of_l2_acts(activation_clamp)].near
-    results = [torch.zeros(given.num_tokens, dtype=torch.float64, device=given.x.device) for given in inputs]
+
+
+def _parts(
+    config: MegaMoEConfig,
+    inputs: Sequence[RankInputs],
+    weights: Sequence[tuple[L1Weights, L2Weights]],
+    activation_clamp: float | None,
+) -> Iterator[_Part]:
+    """Those of every rank, worked out one after the other."""
     for rank, (l1, l2) in enumerate(weights):
         check_transformed_weights(config, l1, l2)
         pool = dispatch(config, inputs, rank)
@@ -102,14 +132,4 @@ def undecided_rounding(
             rows = (pool.expert == expert).nonzero().squeeze(1)
             acc, _ = l1_gemm(config, pool, l1, rows, magnitude=False)
             h = l1_epilogue(config, acc, pool.topk_weights[rows], activation_clamp=activation_clamp)
-            columns = torch.linalg.vector_norm(dequantize_weights(l2.weight[expert], l2.sf[expert]), dim=0)
-            largest = (undecided_steps(config, h, near) * columns).amax(dim=1)
-            for source, result in enumerate(results):
-                here = pool.source[rows] == source
-                tokens = pool.token[rows[here]].to(result.device)
-                result.scatter_reduce_(0, tokens, largest[here].to(result.device), "amax")
-    return results
-
-
-def _kind_of_l2_acts(activation_clamp: float | None) -> str:
-    return "l2_acts_tensor_core" if activation_clamp is None else "l2_acts_clamped"
+            yield _Part(pool, expert, rows, h, l2)
