@@ -49,7 +49,6 @@ MEGAMOE_FN void init_barriers(Shared& shared) {
   for (uint32_t stage = 0; stage < kStages; ++stage) {
     init_barrier(&shared.full[stage], 2);  // the columns' bytes and the rows'
     init_barrier(&shared.empty[stage], kMathWarps);
-    shared.empty_too[stage] = 0;
   }
   for (uint32_t slot = 0; slot < kTileSlots; ++slot) {
     init_barrier(&shared.tile_full[slot], 1);
@@ -58,6 +57,7 @@ MEGAMOE_FN void init_barriers(Shared& shared) {
   }
   for (uint64_t& stored : shared.stored) init_barrier(&stored, kMathWarps);
   init_barrier(&shared.claim_next, 1);
+  shared.partner_empty = 0;
   for (Mail& mail : shared.claimed) mail.init();
   shared.state_of_partner.init();
   publish_barrier_init();

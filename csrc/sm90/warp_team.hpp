@@ -12,6 +12,13 @@ namespace megamoe::sm90 {
 constexpr uint32_t kWarpThreads = 32;
 constexpr uint32_t kFullWarp = ~0u;
 
+// By a whole warp that has the same value in every lane: makes the compiler know it. What follows from such values alone it
+// keeps in uniform registers, and branches on them part no lanes.
+template <class T>
+MEGAMOE_FN T uniform(T value) {
+  return T(__shfl_sync(kFullWarp, uint32_t(value), 0));
+}
+
 // `Scratch`: RouteScratch for a team that sorts routes or builds the table.
 template <uint32_t kWarps, class Scratch = uint32_t>
 class WarpTeam {

@@ -21,21 +21,18 @@ MEGAMOE_FN void arrive(uint64_t* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 // By one lane of a whole warp, whichever; what the others did before must have been ordered by __syncwarp(). Arrives at this
-// barrier and, unless that is 0, at the one in the cluster whose address lies kOtherAt bytes behind it. The reads of a stage are
+// barrier and, if `both`, at the one in the cluster whose address is `there`. The reads of a stage are
 // over by then: their values are there, so the second arrival needs no release over the cluster.
-template <uint32_t kOtherAt>
-MEGAMOE_FN void arrive_here_and_there(uint64_t* barrier) {
+MEGAMOE_FN void arrive_here_and_there(uint64_t* barrier, bool both, uint32_t there) {
   asm volatile(
       "{\n\t"
-      ".reg .pred chosen, there;\n\t"
-      ".reg .b32 other;\n\t"
+      ".reg .pred chosen, both;\n\t"
       "elect.sync _|chosen, 0xffffffff;\n\t"
+      "setp.ne.and.u32 both, %1, 0, chosen;\n\t"
       "@chosen mbarrier.arrive.shared::cta.b64 _, [%0];\n\t"
-      "ld.shared.b32 other, [%0+%1];\n\t"
-      "setp.ne.and.u32 there, other, 0, chosen;\n\t"
-      "@there mbarrier.arrive.shared::cluster.b64 _, [other];\n\t"
+      "@both mbarrier.arrive.shared::cluster.b64 _, [%2];\n\t"
       "}" ::"r"(shared_address(barrier)),
-      "n"(kOtherAt)
+      "r"(uint32_t(both)), "r"(there)
       : "memory");
 }
 MEGAMOE_FN void arrive_expect(uint64_t* barrier, uint32_t num_bytes) {

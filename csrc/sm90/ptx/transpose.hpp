@@ -4,30 +4,17 @@
 
 namespace megamoe::sm90 {
 
+// Lanes `lanes` apart exchange: the lower one gives `second` for what the upper one, which gives `first`, had there.
+MEGAMOE_FN void exchange(uint32_t& first, uint32_t& second, bool upper, uint32_t lanes) {
+  const uint32_t got = __shfl_xor_sync(kFullWarp, upper ? first : second, lanes);
+  (upper ? first : second) = got;
+}
 // Four lanes of a quad exchange: lane c gives v[i] to lane i and gets in v[i] what lane i had for it.
 MEGAMOE_FN void transpose_quad(uint32_t (&v)[4], uint32_t lane) {
-  const uint32_t c = lane % 4;
-  uint32_t a = c & 1 ? v[0] : v[1], b = c & 1 ? v[2] : v[3];
-  a = __shfl_xor_sync(kFullWarp, a, 1);
-  b = __shfl_xor_sync(kFullWarp, b, 1);
-  if (c & 1) {
-    v[0] = a;
-    v[2] = b;
-  } else {
-    v[1] = a;
-    v[3] = b;
-  }
-  a = c & 2 ? v[0] : v[2];
-  b = c & 2 ? v[1] : v[3];
-  a = __shfl_xor_sync(kFullWarp, a, 2);
-  b = __shfl_xor_sync(kFullWarp, b, 2);
-  if (c & 2) {
-    v[0] = a;
-    v[1] = b;
-  } else {
-    v[2] = a;
-    v[3] = b;
-  }
+  exchange(v[0], v[1], lane & 1, 1);
+  exchange(v[2], v[3], lane & 1, 1);
+  exchange(v[0], v[2], lane & 2, 2);
+  exchange(v[1], v[3], lane & 2, 2);
 }
 
 // 8 x 8 of 16 bits, of which lane l holds columns 2 * (l % 4) and the next of row l / 4: of the transposed matrix afterwards.

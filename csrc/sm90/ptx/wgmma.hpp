@@ -19,6 +19,13 @@ MEGAMOE_FN uint64_t matrix_descriptor(uint32_t start) {
 }
 
 MEGAMOE_FN void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+// The same for products that add to sums which were changed here: named, so that the change stays before it.
+template <uint32_t kSums>
+MEGAMOE_FN void wgmma_fence(float (&sums)[kSums]) {
+#pragma unroll
+  for (float& sum : sums) asm volatile("" : "+f"(sum)::"memory");
+  wgmma_fence();
+}
 MEGAMOE_FN void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 // Afterwards the sums may be read. They are named here because the compiler takes them for complete at once, and would be free
 // to read them before.

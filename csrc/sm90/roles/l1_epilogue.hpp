@@ -1,6 +1,7 @@
 // L1 epilogue, one warpgroup: SwiGLU, top-k weight, quantisation of its part of a tile into l2_acts.
 #pragma once
 #include "ptx/convert.hpp"
+#include "ptx/store.hpp"
 #include "ptx/transpose.hpp"
 #include "roles/products_fast.hpp"
 
@@ -41,13 +42,13 @@ class ActivationStore {
       : context_(context), shared_(shared), tile_(tile), place_(ThreadPlace::here()) {}
 
   MEGAMOE_FN void run(float (&sums)[kPieces * kSumsPerPiece], uint32_t turn) const {
-    if (shared_.launch.has_clamp) clamp(sums);
-    if (shared_.launch.fast_math) {
+    if (uniform(shared_.launch.has_clamp)) clamp(sums);
+    if (uniform(shared_.launch.fast_math)) {
       activate<true>(sums);
     } else {
       activate<false>(sums);
     }
-    if (context_.problem->l2_sf_granularity == kScaleBlock) {
+    if (uniform(context_.problem->l2_sf_granularity) == kScaleBlock) {
       float amax[2] = {kAmaxFloor, kAmaxFloor};
 #pragma unroll
       for (uint32_t group = 0; group < kGroups; ++group) take_amax(sums, group, amax);
@@ -139,18 +140,20 @@ class ActivationStore {
         }
 #pragma unroll
       for (uint32_t word = 0; word < words; ++word) transpose_quad(packed[word], place_.lane);
-      if (row >= tile_.rows) continue;
+      const bool valid = row < tile_.rows;
       const uint64_t pool_row = uint64_t(tile_.block) * kBlockM + row;
       uint8_t* to = context_.own<uint8_t>(layout.l2_acts) + pool_row * layout.l2_acts.stride[0] + first_column +
                     place_.lane % 4 * (kCount / 4 * kInterleave);
 #pragma unroll
       for (uint32_t word = 0; word < words; ++word) {
         const uint32_t(&v)[4] = packed[word];
-        reinterpret_cast<uint4*>(to)[word] = make_uint4(__byte_perm(v[0], v[1], 0x5410), __byte_perm(v[2], v[3], 0x5410),
-                                                        __byte_perm(v[0], v[1], 0x7632), __byte_perm(v[2], v[3], 0x7632));
+        store_if(valid, to + word * sizeof(uint4),
+                 make_uint4(__byte_perm(v[0], v[1], 0x5410), __byte_perm(v[2], v[3], 0x5410),
+                            __byte_perm(v[0], v[1], 0x7632), __byte_perm(v[2], v[3], 0x7632)));
       }
-      if (place_.lane % 4 == 0)
-        context_.own<float>(layout.l2_acts_sf)[first_column / granularity * layout.l2_acts_sf.stride[1] + pool_row] = sf;
+      float* sf_to =
+          context_.own<float>(layout.l2_acts_sf) + first_column / granularity * layout.l2_acts_sf.stride[1] + pool_row;
+      store_if(valid && place_.lane % 4 == 0, sf_to, __float_as_uint(sf));
     }
   }
 

@@ -17,13 +17,12 @@ MEGAMOE_FN void scatter_results(const Context& context, const Shared& shared, co
     const uint32_t row = place.first_row(tall) + 8 * r;
     const bool valid = row < tile.rows;
     const uint32_t* target = shared.targets[place.warpgroup].metadata[place.first_row(false) + 8 * r];
-    uint16_t* to = nullptr;
-    if (valid)
-      to = context.peer<uint16_t>(target[0], region) + target[2] * region.stride[0] +
-           target[1] * region.stride[1] + first_column + place.lane % 4 * 8;
+    // A row that is none has any target: none that may be looked up.
+    uint16_t* to = context.peer<uint16_t>(valid ? target[0] : context.rank, region) + target[2] * region.stride[0] +
+                   target[1] * region.stride[1] + first_column + place.lane % 4 * 8;
 #pragma unroll
     for (uint32_t piece = 0; piece < kPieces; ++piece) {
-      if ((tall ? piece : place.warpgroup) >= tile.pieces) break;
+      if ((tall ? piece : uniform(place.warpgroup)) >= tile.pieces) break;
 #pragma unroll
       for (uint32_t batch = 0; batch < kPieceN / 32; ++batch) {
         uint32_t words[4];
@@ -33,9 +32,7 @@ MEGAMOE_FN void scatter_results(const Context& context, const Shared& shared, co
           words[i] = to_bf16x2(pair[0], pair[1]);
         }
         transpose_quad(words, place.lane);
-        if (valid)
-          *reinterpret_cast<uint4*>(to + piece * kPieceN + batch * 32) =
-              make_uint4(words[0], words[1], words[2], words[3]);
+        store_if(valid, to + piece * kPieceN + batch * 32, make_uint4(words[0], words[1], words[2], words[3]));
       }
     }
   }

@@ -6,20 +6,24 @@
 
 namespace megamoe::sm90 {
 
-// Metadata and weights of a tile's rows, fetched beside the products: lanes 0 to 15 of a warp for the warp's rows.
+// Metadata and weights of a tile's rows, fetched beside the products: a warp's rows by its lanes, twice, of which each fetches
+// two words. No branch: see store.hpp.
 template <class Shared>
 MEGAMOE_FN void fetch_row_targets(const Context& context, Shared& shared, const TileSlot& tile, bool tall) {
   const ThreadPlace place = ThreadPlace::here();
   const auto& layout = *context.layout;
   RowTargets& targets = shared.targets[place.warpgroup];
-  if (place.lane < 16) {
-    const uint32_t row = place.warp_row(false) + place.lane;
-    const uint64_t pool_row = uint64_t(tile.block) * kBlockM + place.warp_row(tall) + place.lane;
-    const uint32_t* metadata =
-        context.own<uint32_t>(layout.token_src_metadata) + pool_row * layout.token_src_metadata.stride[0];
-    for (uint32_t word = 0; word < 3; ++word) copy_word_async(&targets.metadata[row][word], metadata + word);
-    copy_word_async(&targets.weight[row], context.own<float>(layout.l1_topk_weights) + pool_row);
-  }
+  const uint32_t row_of_warp = place.lane % 16;
+  const uint32_t row = place.warp_row(false) + row_of_warp;
+  const uint64_t pool_row = uint64_t(tile.block) * kBlockM + place.warp_row(tall) + row_of_warp;
+  const uint32_t* metadata =
+      context.own<uint32_t>(layout.token_src_metadata) + pool_row * layout.token_src_metadata.stride[0];
+  const float* weight = context.own<float>(layout.l1_topk_weights) + pool_row;
+  uint32_t(&to)[3] = targets.metadata[row];
+  const bool later = place.lane >= 16;
+  copy_word_async(later ? &to[2] : &to[0], later ? metadata + 2 : metadata);
+  copy_word_async(later ? static_cast<void*>(&targets.weight[row]) : &to[1],
+                  later ? static_cast<const void*>(weight) : metadata + 1);
   commit_word_copies();
 }
 
@@ -29,17 +33,17 @@ MEGAMOE_FN void store_accum_debug(const Context& context, const LaunchArguments&
                                   const float (&sums)[kPieces * kSumsPerPiece]) {
   constexpr bool tall = kPieces == 2;
   const ThreadPlace place = ThreadPlace::here();
-  if (tile.block != launch.debug_row_block) return;
+  if (uniform(tile.block) != uniform(launch.debug_row_block)) return;
   float* window = context.own<float>(context.layout->l1_accum_debug);
 #pragma unroll
   for (uint32_t piece = 0; piece < kPieces; ++piece) {
     const uint32_t column_block = tile.column * (kBlockN / kPieceN) + (tall ? piece : place.warpgroup);
-    if (column_block != launch.debug_column_block) continue;
+    if (uniform(column_block) != uniform(launch.debug_column_block)) continue;
 #pragma unroll
     for (uint32_t i = 0; i < kSumsPerPiece; ++i) {
       const uint32_t row = place.first_row(tall) + 8 * (i / 2 % 2);
       const uint32_t column = i / 4 * 8 + place.lane % 4 * 2 + i % 2;
-      if (row < tile.rows) window[row * kAccumDebugEdge + column] = sums[piece * kSumsPerPiece + i];
+      store_if(row < tile.rows, window + row * kAccumDebugEdge + column, __float_as_uint(sums[piece * kSumsPerPiece + i]));
     }
   }
 }
@@ -48,17 +52,23 @@ template <uint32_t kM>
 MEGAMOE_FN void store_swapped_debug(const Context& context, const LaunchArguments& launch, const TileResult& tile,
                                     const SwappedSums<kM>& result) {
   const ThreadPlace place = ThreadPlace::here();
-  if (tile.block != launch.debug_row_block ||
-      tile.column * (kBlockN / kPieceN) + place.warpgroup != launch.debug_column_block)
-    return;
+  if (uniform(tile.block) != uniform(launch.debug_row_block)) return;
+  if (uniform(tile.column * (kBlockN / kPieceN) + place.warpgroup) != uniform(launch.debug_column_block)) return;
   float* window = context.own<float>(context.layout->l1_accum_debug);
 #pragma unroll
-  for (uint32_t i = 0; i < result.kCount; ++i) {
-    const uint32_t piece = i / (kM / 2), r = i / 2 % 2;
-    const uint32_t row = result.token_of(i % (kM / 2) / 4, i % 2, place.lane);
-    const uint32_t column = piece * kSwappedPieceN + 16 * place.warp + 8 * r + place.lane / 4;
-    if (row < tile.rows) window[row * kAccumDebugEdge + column] = result.sums[i];
-  }
+  for (uint32_t group = 0; group < result.kGroups; ++group)
+#pragma unroll
+    for (uint32_t q = 0; q < 2; ++q) {
+      const uint32_t row = result.token_of(group, q, place.lane);
+#pragma unroll
+      for (uint32_t piece = 0; piece < kSwappedPieces; ++piece)
+#pragma unroll
+        for (uint32_t r = 0; r < 2; ++r) {
+          const uint32_t column = piece * kSwappedPieceN + 16 * place.warp + 8 * r + place.lane / 4;
+          store_if(row < tile.rows, window + row * kAccumDebugEdge + column,
+                   __float_as_uint(result.sums[result.at(piece, group, r, q)]));
+        }
+    }
 }
 
 template <uint32_t kScaleGroups, bool kFast, bool kBringUp>
@@ -74,7 +84,7 @@ class MathRole {
     for (;;) {
       wait_barrier(&shared_.tile_full[next.slot()], next.parity());
       const TileSlot& tile = shared_.tiles[next.slot()];
-      if (tile.work == TileWork::stop) return;
+      if (uniform(tile.work) == TileWork::stop) return;
       next.turn = run_tile(tile);
       next.advance();
     }
@@ -83,19 +93,20 @@ class MathRole {
  private:
   // Returns the tile's turn: beside the products there is no register to keep it.
   MEGAMOE_FN uint32_t run_tile(const TileSlot& slot) {
-    if (slot.height > kShortM) return run_in_place<2>(slot);
-    if (slot.height > kMostSwapped) return run_in_place<1>(slot);
-    if (slot.height > 16) return run_swapped<32>(slot);
-    if (slot.height > 8) return run_swapped<16>(slot);
-    return run_swapped<8>(slot);
+    const uint32_t height = uniform(slot.height);
+    if (height > kShortM) return run_in_place<2>(slot);
+    if (height > kMostSwapped) return run_in_place<1>(slot);
+    if (height > kMostSwapped / 2) return run_swapped<kMostSwapped>(slot);
+    if (height > kMostSwapped / 4) return run_swapped<kMostSwapped / 2>(slot);
+    return run_swapped<kMostSwapped / 4>(slot);
   }
   template <uint32_t kPieces>
   MEGAMOE_FN uint32_t run_in_place(const TileSlot& slot) {
-    return slot.work == TileWork::l1 ? run_l1<kPieces>(slot) : run_l2<kPieces>(slot);
+    return uniform(slot.work) == TileWork::l1 ? run_l1<kPieces>(slot) : run_l2<kPieces>(slot);
   }
   template <uint32_t kM>
   MEGAMOE_FN uint32_t run_swapped(const TileSlot& slot) {
-    return slot.work == TileWork::l1 ? run_swapped_l1<kM>(slot) : run_swapped_l2<kM>(slot);
+    return uniform(slot.work) == TileWork::l1 ? run_swapped_l1<kM>(slot) : run_swapped_l2<kM>(slot);
   }
 
   template <TileWork kWork, uint32_t kPieces, uint32_t kGroups>
@@ -115,8 +126,8 @@ class MathRole {
     const TileResult tile = take_slot(slot);
     if (tile.failed) return end_tile(tile);
     if constexpr (kBringUp) {
-      if (shared_.launch.debug) store_accum_debug<kPieces>(context_, shared_.launch, tile, sums);
-      if (context_.stage < Stage::l1_epilogue) return end_tile(tile);
+      if (uniform(shared_.launch.debug)) store_accum_debug<kPieces>(context_, shared_.launch, tile, sums);
+      if (uniform(context_.stage) < Stage::l1_epilogue) return end_tile(tile);
     }
     ActivationStore<kPieces, Shared>(context_, shared_, tile).run(sums, tile.turn);
     return end_tile(tile);
@@ -140,8 +151,8 @@ class MathRole {
     const TileResult tile = take_slot(slot);
     if (tile.failed) return end_tile(tile);
     if constexpr (kBringUp) {
-      if (shared_.launch.debug) store_swapped_debug(context_, shared_.launch, tile, sums);
-      if (context_.stage < Stage::l1_epilogue) return end_tile(tile);
+      if (uniform(shared_.launch.debug)) store_swapped_debug(context_, shared_.launch, tile, sums);
+      if (uniform(context_.stage) < Stage::l1_epilogue) return end_tile(tile);
     }
     SwappedActivationStore<kM, Shared>(context_, shared_, tile).run(sums, target.weight);
     return end_tile(tile);
@@ -161,8 +172,8 @@ class MathRole {
   // Done with the slot: what it said, in the end also whether the rows ever came. Waits for the row targets as well.
   MEGAMOE_FN TileResult take_slot(const TileSlot& slot) {
     wait_word_copies();
-    const TileResult tile{slot.block, slot.column, slot.rows, slot.expert, slot.pieces, slot.turn,
-                          slot.failed != 0};
+    const TileResult tile{slot.block, slot.column, slot.rows, slot.expert, uniform(slot.pieces), slot.turn,
+                          uniform(slot.failed) != 0};
     __syncwarp();
     if (ThreadPlace::here().lane == 0) arrive(&shared_.tile_empty[tile.turn % kTileSlots]);
     return tile;

@@ -30,8 +30,14 @@ struct TileResult {
 };
 
 template <class Shared>
-MEGAMOE_FN void release_stage(Shared& shared, uint32_t slot) {
-  arrive_here_and_there<sizeof(Shared::empty)>(&shared.empty[slot]);
+MEGAMOE_FN void release_stage(Shared& shared, uint32_t slot, uint32_t partner_empty) {
+  arrive_here_and_there(&shared.empty[slot], partner_empty != 0, partner_empty + slot * sizeof(shared.empty[0]));
+}
+
+// Descriptor of a stage's matrix. Shared memory is small enough that stages lie apart in the address alone.
+template <uint32_t kBytes>
+MEGAMOE_FN uint32_t matrix_start(const uint8_t (&stages)[kStages][kBytes], uint32_t slot) {
+  return matrix_start(stages[0]) + slot * (kBytes / kDescriptorBytes);
 }
 
 // One tile's products into `sums`. `kPieces` pieces of 128 columns a warpgroup: 2 for a tall tile, 1 for a short one; those
@@ -45,11 +51,13 @@ MEGAMOE_FN void multiply_tile(Shared& shared, RingPosition<kStages>& stage, cons
                               OnFirstStage on_first_stage, float (&sums)[kPieces * kSumsPerPiece]) {
   constexpr bool tall = kPieces == 2;
   constexpr uint32_t steps = kStepsPerStage / kGroups;
-  const ThreadPlace place = ThreadPlace::here();
-  const uint32_t first_piece = tall ? 0 : place.warpgroup;
+  constexpr uint32_t kinds = kWork == TileWork::l1 ? 2 : 1;  // of column scales in a piece: gate and up in turn
+  const uint32_t end = uniform(tile.end), partner_empty = uniform(shared.partner_empty);
+  const uint32_t first_piece = tall ? 0 : uniform(ThreadPlace::here().warpgroup);
+  stage.turn = uniform(stage.turn);
 #pragma unroll
   for (uint32_t i = 0; i < kPieces * kSumsPerPiece; ++i) sums[i] = 0.0f;
-  if (tile.depth == 0) return;  // never so, but without this line ptxas 13.0 spills
+  if (uniform(tile.depth) == 0) return;  // never so, but without this line ptxas 13.0 spills
   uint32_t fragments[steps][4];  // read once for all pieces
   const auto fragment_here = [] {
     const ThreadPlace place = ThreadPlace::here();
@@ -61,19 +69,21 @@ MEGAMOE_FN void multiply_tile(Shared& shared, RingPosition<kStages>& stage, cons
       load_row_fragment_if(needed, fragments[step], shared_address(shared.rows[slot]) + fragment,
                            group * steps + step);
   };
+  const uint32_t fragment = fragment_here();
   wait_barrier(&shared.full[stage.slot()], stage.parity());
   on_first_stage();
 #pragma unroll
   for (uint32_t i = 0; i < 4 * steps; ++i) fragments[i / 4][i % 4] = 0;
-  load_fragments(true, stage.slot(), 0, fragment_here());
+  load_fragments(true, stage.slot(), 0, fragment);
   bool more = true;
 #pragma unroll 2  // less between products; four would spill
   while (more) {
     const uint32_t slot = stage.slot();
     const uint32_t place_of_scales = stage.turn % kMaxDepth;
-    const uint32_t columns = matrix_start(shared.columns[slot]) + first_piece * kPieceN * kBlockK / kDescriptorBytes;
+    const uint32_t columns = matrix_start(shared.columns, slot) + first_piece * kPieceN * kBlockK / kDescriptorBytes;
 #pragma unroll
     for (uint32_t group = 0; group < kGroups; ++group) {
+      float row_scales[2], scale[2][kinds];
 #pragma unroll
       for (uint32_t piece = 0; piece < kPieces; ++piece) {
         float part[kSumsPerPiece];
@@ -86,17 +96,23 @@ MEGAMOE_FN void multiply_tile(Shared& shared, RingPosition<kStages>& stage, cons
                               step > 0);
         wgmma_commit();
         // While the products run; where they lie is found anew, there is no register to keep it in.
-        const float* row_scales = &shared.row_scales[slot][group][ThreadPlace::here().first_row(tall)];
-        const float upper = row_scales[0], lower = row_scales[8];
-        const float even = tile.scales[kWork == TileWork::l1 ? 0 : first_piece + piece][place_of_scales];
-        const float odd = kWork == TileWork::l1 ? tile.scales[1][place_of_scales] : even;
-        const float scale[2][2] = {{__fmul_rn(upper, even), __fmul_rn(upper, odd)},
-                                   {__fmul_rn(lower, even), __fmul_rn(lower, odd)}};
-        const uint32_t fragment = fragment_here();
+        if (piece == 0) {
+          const float* here = &shared.row_scales[slot][group][ThreadPlace::here().first_row(tall)];
+          row_scales[0] = here[0];
+          row_scales[1] = here[8];
+        }
+        if (kWork == TileWork::l2 || piece == 0) {  // both pieces of an L1 tile have the same
+#pragma unroll
+          for (uint32_t kind = 0; kind < kinds; ++kind) {
+            const float of_columns = tile.scales[kWork == TileWork::l1 ? kind : first_piece + piece][place_of_scales];
+            scale[0][kind] = __fmul_rn(row_scales[0], of_columns);
+            scale[1][kind] = __fmul_rn(row_scales[1], of_columns);
+          }
+        }
         bool reached = true;  // the next stage is known to be there, or there is none
         if (piece + 1 == kPieces && group + 1 == kGroups) {
           stage.advance();
-          more = stage.turn != tile.end;
+          more = stage.turn != end;
           reached = test_barrier_if(more, &shared.full[stage.slot()], stage.parity());
         }
         wgmma_wait(part);
@@ -105,7 +121,7 @@ MEGAMOE_FN void multiply_tile(Shared& shared, RingPosition<kStages>& stage, cons
             load_fragments(true, slot, group + 1, fragment);
           } else {
             __syncwarp();
-            release_stage(shared, slot);
+            release_stage(shared, slot, partner_empty);
             wait_barrier_if(!reached, &shared.full[stage.slot()], stage.parity());
             load_fragments(more, stage.slot(), 0, fragment);
           }
@@ -113,7 +129,7 @@ MEGAMOE_FN void multiply_tile(Shared& shared, RingPosition<kStages>& stage, cons
 #pragma unroll
         for (uint32_t i = 0; i < kSumsPerPiece; ++i) {
           float& sum = sums[piece * kSumsPerPiece + i];
-          sum = __fmaf_rn(part[i], scale[i / 2 % 2][i / 4 % 2], sum);
+          sum = __fmaf_rn(part[i], scale[i / 2 % 2][i / 4 % kinds], sum);
         }
       }
     }

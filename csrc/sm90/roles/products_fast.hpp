@@ -31,24 +31,19 @@ MEGAMOE_FN constexpr uint32_t kind_of(uint32_t i) {
   return kKinds == 1 ? 0 : kWork == TileWork::l1 ? i / 4 % 2 : i / kSumsPerPiece;
 }
 
-// Takes the units on to a group's scales and the sums into the new units. `column_scale(kind)` and `row_scales[0]` and [8].
-template <TileWork kWork, uint32_t kKinds, uint32_t kSums, class ColumnScale>
-MEGAMOE_FN void change_units(SumUnit (&units)[2][kKinds], const float* row_scales, ColumnScale column_scale,
-                             float (&sums)[kSums]) {
+// What the lanes of a quad hold for their two rows and up to two kinds of columns: lane q that of row q / 2 and kind q % 2.
+template <TileWork kWork, uint32_t kKinds, uint32_t kSums>
+MEGAMOE_FN void multiply_by_quad(float held, float (&sums)[kSums]) {
   float factor[2][kKinds];
 #pragma unroll
-  for (uint32_t kind = 0; kind < kKinds; ++kind) {
-    const float of_columns = column_scale(kind);
-#pragma unroll
-    for (uint32_t r = 0; r < 2; ++r)
-      factor[r][kind] = units[r][kind].change_to(__fmul_rn(row_scales[8 * r], of_columns));
-  }
+  for (uint32_t i = 0; i < 2 * kKinds; ++i)
+    factor[i / kKinds][i % kKinds] = __shfl_sync(kFullWarp, held, 2 * (i / kKinds) + i % kKinds, 4);
 #pragma unroll
   for (uint32_t i = 0; i < kSums; ++i) sums[i] = __fmul_rn(sums[i], factor[i / 2 % 2][kind_of<kWork, kKinds>(i)]);
 }
 
 // multiply_tile() of products.hpp, the other way to add. Nothing but the loop's condition is made ready for the next group
-// beside the products of this one: that was slower in every form, with one product or two under way (DEVLOG.md, 2026-11-30).
+// beside the products of this one: no form of that was faster, with one product or two under way (DEVLOG.md, 2026-11-30).
 template <TileWork kWork, uint32_t kPieces, uint32_t kGroups, class Shared, class OnFirstStage>
 MEGAMOE_FN void multiply_tile_fast(Shared& shared, RingPosition<kStages>& stage, const TileSlot& tile,
                                    OnFirstStage on_first_stage, float (&sums)[kPieces * kSumsPerPiece]) {
@@ -57,11 +52,13 @@ MEGAMOE_FN void multiply_tile_fast(Shared& shared, RingPosition<kStages>& stage,
   // Columns come with two scales: gate and up in turn, or the two pieces of a tall L2 tile.
   constexpr uint32_t kinds = kWork == TileWork::l1 || tall ? 2 : 1;
   const ThreadPlace place = ThreadPlace::here();
-  const uint32_t first_row = place.first_row(tall);
-  const uint32_t first_piece = tall ? 0 : place.warpgroup;
-  SumUnit units[2][kinds];
-#pragma unroll
-  for (uint32_t i = 0; i < 2 * kinds; ++i) units[i / kinds][i % kinds] = SumUnit::none();
+  const uint32_t warpgroup = uniform(place.warpgroup), end = uniform(tile.end),
+                 partner_empty = uniform(shared.partner_empty);
+  const uint32_t first_piece = tall ? 0 : warpgroup;
+  stage.turn = uniform(stage.turn);
+  const uint32_t row_of_lane = place.first_row(tall) + 8 * (place.lane / 2 % 2);
+  const float* column_scales = tile.scales[kinds == 2 ? place.lane % 2 : first_piece];
+  SumUnit unit = SumUnit::none();
 #pragma unroll
   for (float& sum : sums) sum = 0.0f;
   wait_barrier(&shared.full[stage.slot()], stage.parity());
@@ -72,13 +69,13 @@ MEGAMOE_FN void multiply_tile_fast(Shared& shared, RingPosition<kStages>& stage,
     const uint32_t slot = stage.slot();
     const uint32_t place_of_scales = stage.turn % kMaxDepth;
     const uint32_t rows =
-        matrix_start(shared.rows[slot]) + (tall ? place.warpgroup * kShortM * kBlockK / kDescriptorBytes : 0);
-    const uint32_t columns = matrix_start(shared.columns[slot]) + first_piece * kPieceN * kBlockK / kDescriptorBytes;
+        matrix_start(shared.rows, slot) + (tall ? warpgroup * kShortM * kBlockK / kDescriptorBytes : 0);
+    const uint32_t columns = matrix_start(shared.columns, slot) + first_piece * kPieceN * kBlockK / kDescriptorBytes;
 #pragma unroll
     for (uint32_t group = 0; group < kGroups; ++group) {
-      change_units<kWork>(units, &shared.row_scales[slot][group][first_row],
-                          [&](uint32_t kind) { return tile.scales[kinds == 2 ? kind : first_piece][place_of_scales]; }, sums);
-      wgmma_fence();
+      const float scale = __fmul_rn(shared.row_scales[slot][group][row_of_lane], column_scales[place_of_scales]);
+      multiply_by_quad<kWork, kinds>(unit.change_to(scale), sums);
+      wgmma_fence(sums);
 #pragma unroll
       for (uint32_t step = 0; step < steps; ++step) {
         const uint32_t depth = (group * steps + step) * kProductDepth / kDescriptorBytes;
@@ -87,17 +84,15 @@ MEGAMOE_FN void multiply_tile_fast(Shared& shared, RingPosition<kStages>& stage,
       wgmma_commit();
       if (group + 1 == kGroups) {
         stage.advance();
-        more = stage.turn != tile.end;
+        more = stage.turn != end;
       }
       wgmma_wait(sums);
     }
     __syncwarp();
-    release_stage(shared, slot);
+    release_stage(shared, slot, partner_empty);
     wait_barrier_if(more, &shared.full[stage.slot()], stage.parity());
   }
-#pragma unroll
-  for (uint32_t i = 0; i < kPieces * kSumsPerPiece; ++i)
-    sums[i] = __fmul_rn(sums[i], units[i / 2 % 2][kind_of<kWork, kinds>(i)].unit);
+  multiply_by_quad<kWork, kinds>(unit.unit, sums);
 }
 
 }  // namespace megamoe::sm90

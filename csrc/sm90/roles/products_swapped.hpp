@@ -45,8 +45,8 @@ struct SwappedSums {
 template <uint32_t kSteps, bool kFresh, uint32_t kM, class Shared>
 MEGAMOE_FN void start_swapped(const Shared& shared, uint32_t slot, uint32_t group, uint32_t warpgroup,
                               SwappedSums<kM>& to) {
-  const uint32_t rows = matrix_start(shared.rows[slot]);
-  const uint32_t columns = matrix_start(shared.columns[slot]) + warpgroup * kPieceN * kBlockK / kDescriptorBytes;
+  const uint32_t rows = matrix_start(shared.rows, slot);
+  const uint32_t columns = matrix_start(shared.columns, slot) + warpgroup * kPieceN * kBlockK / kDescriptorBytes;
   wgmma_fence();
 #pragma unroll
   for (uint32_t step = 0; step < kSteps; ++step) {
@@ -67,7 +67,10 @@ MEGAMOE_FN void multiply_swapped(Shared& shared, RingPosition<kStages>& stage, c
   constexpr uint32_t steps = kStepsPerStage / kGroups;
   constexpr uint32_t kinds = kWork == TileWork::l1 ? 2 : 1;  // of column scales: gate and up, or of the warpgroup's columns
   const ThreadPlace place = ThreadPlace::here();
+  const uint32_t warpgroup = uniform(place.warpgroup), end = uniform(tile.end),
+                 partner_empty = uniform(shared.partner_empty);
   auto& sums = result.sums;
+  stage.turn = uniform(stage.turn);
   SumUnit units[kinds];  // of token `lane`
 #pragma unroll
   for (SumUnit& unit : units) unit = SumUnit::none();
@@ -84,27 +87,27 @@ MEGAMOE_FN void multiply_swapped(Shared& shared, RingPosition<kStages>& stage, c
     for (uint32_t group = 0; group < kGroups; ++group) {
       const bool ends = group + 1 == kGroups;
       SwappedSums<kM> part;
-      if constexpr (!kFast) start_swapped<steps, true>(shared, slot, group, place.warpgroup, part);
+      if constexpr (!kFast) start_swapped<steps, true>(shared, slot, group, warpgroup, part);
       const float row_scale = shared.row_scales[slot][group][place.lane % kM];
       float held[kinds];
 #pragma unroll
       for (uint32_t kind = 0; kind < kinds; ++kind) {
         held[kind] =
-            __fmul_rn(row_scale, tile.scales[kWork == TileWork::l1 ? kind : place.warpgroup][place_of_scales]);
+            __fmul_rn(row_scale, tile.scales[kWork == TileWork::l1 ? kind : warpgroup][place_of_scales]);
         if constexpr (kFast) held[kind] = units[kind].change_to(held[kind]);
       }
       if constexpr (kFast) {
         result.for_each(held, place.lane, [&](uint32_t i, float factor) { sums[i] = __fmul_rn(sums[i], factor); });
-        start_swapped<steps, false>(shared, slot, group, place.warpgroup, result);
+        start_swapped<steps, false>(shared, slot, group, warpgroup, result);
       }
       if (ends) {
         stage.advance();
-        more = stage.turn != tile.end;
+        more = stage.turn != end;
       }
       wgmma_wait(kFast ? sums : part.sums);
       if (ends) {
         __syncwarp();
-        release_stage(shared, slot);
+        release_stage(shared, slot, partner_empty);
       }
       if constexpr (!kFast)
         result.for_each(held, place.lane,

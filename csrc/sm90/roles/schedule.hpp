@@ -125,8 +125,7 @@ class Scheduler {
     const uint32_t mine = first_, other = state / 2 - 1;
     first_ = smaller(mine, other);
     second_ = mine + other - first_;
-    for (uint32_t stage = 0; stage < kStages; ++stage)
-      shared_.empty_too[stage] = cluster_address(&shared_.empty[stage], partner());
+    shared_.partner_empty = cluster_address(shared_.empty, partner());
     return true;
   }
 

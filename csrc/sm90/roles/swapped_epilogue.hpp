@@ -31,12 +31,12 @@ class SwappedActivationStore {
       : context_(context), shared_(shared), tile_(tile), place_(ThreadPlace::here()) {}
 
   MEGAMOE_FN void run(Sums& result, float weight) const {
-    if (shared_.launch.has_clamp) {
+    if (uniform(shared_.launch.has_clamp)) {
 #pragma unroll
       for (uint32_t i = 0; i < Sums::kCount; ++i)
         if (is_gate(i)) clamp_pair(result.sums[i], result.sums[i + 2], shared_.launch.activation_clamp);
     }
-    if (shared_.launch.fast_math) {
+    if (uniform(shared_.launch.fast_math)) {
       activate<true>(result, weight);
     } else {
       activate<false>(result, weight);
@@ -82,7 +82,7 @@ class SwappedActivationStore {
         if (place_.lane < 4) mine[Sums::token_of(group, q, place_.lane)] = __float_as_uint(amax);
       }
     barrier_sync(kMathBarrier, 128 * kMathWarpgroups);
-    const bool whole = context_.problem->l2_sf_granularity == kScaleBlock;  // of the scale group is this tile
+    const bool whole = uniform(context_.problem->l2_sf_granularity) == kScaleBlock;  // of the scale group is this tile
     float amax = kAmaxFloor;
 #pragma unroll
     for (uint32_t warp = 0; warp < kMathWarps; ++warp)
@@ -114,17 +114,15 @@ class SwappedActivationStore {
     const uint32_t first_column = tile_.column * kBlockN / 2 + place_.warpgroup * kHalf;
     const uint64_t first_row = uint64_t(tile_.block) * kBlockM;
     const uint32_t token = 8 * (lane % 4) + lane / 4;
-    if (token < tile_.rows) {
-      uint8_t* to = context_.own<uint8_t>(layout.l2_acts) + (first_row + token) * layout.l2_acts.stride[0] + first_column +
-                    8 * place_.warp;
-      *reinterpret_cast<uint2*>(to) =
-          make_uint2(__byte_perm(words[0], words[1], 0x6420), __byte_perm(words[2], words[3], 0x6420));
-      *reinterpret_cast<uint2*>(to + kHalf / 2) =
-          make_uint2(__byte_perm(words[0], words[1], 0x7531), __byte_perm(words[2], words[3], 0x7531));
-    }
-    if (place_.warp == 0 && lane < tile_.rows)
-      context_.own<float>(layout.l2_acts_sf)[first_column / context_.problem->l2_sf_granularity *
-                                                 layout.l2_acts_sf.stride[1] + first_row + lane] = sf;
+    uint8_t* to = context_.own<uint8_t>(layout.l2_acts) + (first_row + token) * layout.l2_acts.stride[0] + first_column +
+                  8 * place_.warp;
+    store_if(token < tile_.rows, to,
+             make_uint2(__byte_perm(words[0], words[1], 0x6420), __byte_perm(words[2], words[3], 0x6420)));
+    store_if(token < tile_.rows, to + kHalf / 2,
+             make_uint2(__byte_perm(words[0], words[1], 0x7531), __byte_perm(words[2], words[3], 0x7531)));
+    float* sf_to = context_.own<float>(layout.l2_acts_sf) +
+                   first_column / context_.problem->l2_sf_granularity * layout.l2_acts_sf.stride[1] + first_row + lane;
+    store_if(place_.warp == 0 && lane < tile_.rows, sf_to, __float_as_uint(sf));
   }
 
   const Context& context_;
@@ -140,11 +138,11 @@ MEGAMOE_FN void scatter_swapped(const Context& context, const TileResult& tile, 
   const ThreadPlace place = ThreadPlace::here();
   const uint32_t lane = place.lane;
   const Region& region = context.layout->combine;
-  if (place.warpgroup >= tile.pieces) return;
-  uint64_t row = 0;  // address, of token `lane`
-  if (lane < tile.rows)
-    row = reinterpret_cast<uint64_t>(context.peer<uint16_t>(target.metadata[0], region) +
-                                     target.metadata[2] * region.stride[0] + target.metadata[1] * region.stride[1]);
+  if (uniform(place.warpgroup) >= tile.pieces) return;
+  // Address, of token `lane`; a row that is none has any target: none that may be looked up.
+  const uint64_t row = reinterpret_cast<uint64_t>(
+      context.peer<uint16_t>(lane < tile.rows ? target.metadata[0] : context.rank, region) +
+      target.metadata[2] * region.stride[0] + target.metadata[1] * region.stride[1]);
   // Which eight columns a lane has in the end: those of piece lane % 4 / 2, with r = lane % 2.
   const uint32_t column = tile.column * kBlockN + place.warpgroup * kPieceN + lane % 4 / 2 * kSwappedPieceN +
                           16 * place.warp + 8 * (lane % 2);
@@ -159,9 +157,8 @@ MEGAMOE_FN void scatter_swapped(const Context& context, const TileResult& tile, 
     transpose_quad(words, lane);
     const uint32_t token = 8 * group + lane / 4;
     const uint64_t to = __shfl_sync(kFullWarp, row, token);
-    if (token < tile.rows)
-      *reinterpret_cast<uint4*>(reinterpret_cast<uint16_t*>(to) + column) =
-          make_uint4(words[0], words[1], words[2], words[3]);
+    store_if(token < tile.rows, reinterpret_cast<uint16_t*>(to) + column,
+             make_uint4(words[0], words[1], words[2], words[3]));
   }
 }
 
