@@ -8,6 +8,7 @@
 #include <array>
 #include <bit>
 #include <cmath>
+#include <csignal>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -174,18 +175,25 @@ inline bool test(bool needed, uint32_t barrier, uint32_t parity) { return !neede
 inline void wait(bool needed, uint32_t barrier, uint32_t parity) {
   while (!test(needed, barrier, parity)) yield();
 }
-// Of a stage, once for the warp.
-inline void release(uint32_t barrier) {
+// Of a stage, once for the warp; where `both`, at a barrier of the partner too.
+inline void release(uint32_t barrier, bool both, uint32_t there) {
   if (!me().products.empty()) fail("releases a stage that products still read");
   exchange({});
-  if (lane() == 0) arrive(barrier);
+  if (lane() != 0) return;
+  arrive(barrier);
+  if (both) arrive(there);
 }
+// Where all lanes ask the same one, as uniform() does, they are to have the same value.
 template <class T>
 T shuffle(T value, uint32_t from) {
   uint64_t word = 0;
   std::memcpy(&word, &value, sizeof value);
-  word = exchange({word})[from][0];
-  std::memcpy(&value, &word, sizeof value);
+  const auto* words = exchange({word, from});
+  const auto same = [&](uint32_t i) {
+    return std::all_of(words, words + kLanes, [&](const auto& other) { return other[i] == words[0][i]; });
+  };
+  if (same(1) && !same(0)) fail("uniform() of a value that differs between lanes");
+  std::memcpy(&value, &words[from][0], sizeof value);
   return value;
 }
 // Element (i, j) of the 8 x 8 matrix is half j % 2 of lane 4 * i + j / 2.
@@ -228,6 +236,25 @@ inline uint32_t to_bf16(float value) {
   return std::isnan(value) ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 inline uint32_t to_bf16x2(float high, float low) { return to_bf16(high) << 16 | to_bf16(low); }
+// Never the nearest, so that who takes it where it should not is seen.
+inline float approximate_reciprocal(float value) {
+  const float nearest = 1.0f / value;
+  return std::isfinite(nearest) ? std::nextafter(nearest, 0.0f) : nearest;
+}
+
+// --- global memory ---
+
+// One instruction: 4, 8 or 16 bytes.
+template <size_t kWords>
+void store(bool needed, void* to, const uint32_t (&words)[kWords]) {
+  if (!needed) return;
+  if (uint64_t(to) % sizeof words != 0) fail("a store that is not aligned to its size");
+  std::memcpy(to, words, sizeof words);
+}
+inline void fail_at_addresses_that_lead_nowhere() {
+  const auto handler = [](int) { fail("an address that leads nowhere"); };
+  for (const int signal : {SIGSEGV, SIGBUS}) std::signal(signal, handler);
+}
 
 // --- shared memory and products ---
 
@@ -339,7 +366,7 @@ inline float __uint_as_float(uint32_t bits) { return std::bit_cast<float>(bits);
 inline uint32_t __float_as_uint(float value) { return std::bit_cast<uint32_t>(value); }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
-inline float __frcp_rn(float value) { return 1.0f / value; }
+using std::isinf;
 // Coarser than a GPU's, so that who takes it where it should not is seen.
 inline float __expf(float value) { return std::exp2(value * 1.4375f); }
 inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selector) {

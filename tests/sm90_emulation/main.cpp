@@ -22,6 +22,7 @@ constexpr uint32_t kHidden = 640, kL2Columns = 3;  // the last L2 tile has one p
 constexpr uint32_t kRowStride = kIntermediate + 16, kTokenStride = kHidden + 8;
 constexpr uint32_t kMostStages = 5;  // of a tile: the ring comes round
 constexpr uint32_t kFirstTurn = kMaxDepth - 8;  // so do the places of scales
+constexpr uint32_t kToPartner = 1u << 24;  // from an address here to the same in the partner's shared memory
 
 struct Height {
   uint32_t rows;
@@ -34,6 +35,7 @@ struct Case {
   std::vector<Height> heights;  // of pool blocks, of which each has one L1 tile and two L2 tiles
   bool clamp = false, fast_math = false;
   bool nan_weight = false, zero_scale = false, zero_operands = false;  // of the last row
+  bool partner = false;  // which is told of every stage too
   Stage stage = Stage::combine;
 };
 
@@ -244,6 +246,7 @@ void set_up(const Case& what) {
   shared.launch.has_clamp = what.clamp;
   shared.launch.activation_clamp = 7.0f;
   shared.launch.fast_math = what.fast_math;
+  shared.partner_empty = what.partner ? shared_address(shared.empty) + kToPartner : 0;
   shared.launch.debug = 1;
   shared.launch.debug_row_block = last;
   shared.launch.debug_column_block = 2 * (last % kL1Columns) + most_rows % 2;
@@ -279,12 +282,44 @@ Outcome outcome_of(bool run_in_place) {
   return result;
 }
 
+// Whether every warp said of every stage, and to the partner where there is one, that it is done with it.
+template <uint32_t kScaleGroups>
+bool releases(const Case& what, const std::map<uint32_t, uint64_t>& arrivals) {
+  const auto at = [&](uint32_t barrier) { return arrivals.contains(barrier) ? arrivals.at(barrier) : 0; };
+  uint32_t uses[kStages] = {};
+  for (uint32_t turn = kFirstTurn; turn != tiles.back().end; ++turn) ++uses[turn % kStages];
+  for (uint32_t stage = 0; stage < kStages; ++stage) {
+    const uint32_t barrier = shared_address(&shared_storage<kScaleGroups>().empty[stage]);
+    const uint32_t told = kMathWarps * uses[stage];
+    if (at(barrier) != told || at(barrier + kToPartner) != (what.partner ? told : 0)) return false;
+  }
+  return true;
+}
+
+// Whether a row of l2_acts that no tile has was written.
+bool stores_beyond(const Case& what, const std::vector<uint8_t>& own) {
+  const auto changed = [&](uint64_t byte, uint64_t num_bytes) {
+    return std::memcmp(&own[byte], &memory[kOwnRank][byte], num_bytes) != 0;
+  };
+  for (uint32_t pool_row = 0; pool_row < kBlocks * kBlockM; ++pool_row) {
+    const uint32_t block = pool_row / kBlockM;
+    if (block < what.heights.size() && pool_row % kBlockM < what.heights[block].rows) continue;
+    if (changed(layout.l2_acts.offset + pool_row * kRowStride, kRowStride)) return true;
+    for (uint32_t group = 0; group < kIntermediate / 64; ++group)
+      if (changed(layout.l2_acts_sf.offset + 4 * (group * layout.l2_acts_sf.stride[1] + pool_row), 4)) return true;
+  }
+  return false;
+}
+
 // What is wrong with the outcome of tiles as they are run, or nothing.
+template <uint32_t kScaleGroups>
 std::string fault(const Case& what, bool fast, const Outcome& outcome, const Outcome& expected) {
   std::set<uint32_t> columns, expected_columns;
   for (const auto& products : outcome.multiplied) columns.insert(products.first);
   for (const Height& height : what.heights) expected_columns.insert(product_columns(height.height, fast));
   if (columns != expected_columns) return "products of other heights than the tiles'";
+  if (!releases<kScaleGroups>(what, expected.arrivals)) return "tiles in place release other stages than theirs";
+  if (stores_beyond(what, expected.memory[kOwnRank])) return "tiles in place store rows that are none";
   if (outcome.arrivals != expected.arrivals) return "other arrivals at stages, slots or results";
   const bool stores = what.heights[0].rows > 0 && !what.heights[0].failed;
   if (stores != (expected.memory[kOwnRank] != memory[kOwnRank])) return "tiles in place do not store what they should";
@@ -303,7 +338,7 @@ template <uint32_t kScaleGroups, bool kFast>
 bool agree(const Case& what) {
   set_up<kScaleGroups>(what);
   const Outcome expected = outcome_of<kScaleGroups, kFast>(true);
-  const std::string found = fault(what, kFast, outcome_of<kScaleGroups, kFast>(false), expected);
+  const std::string found = fault<kScaleGroups>(what, kFast, outcome_of<kScaleGroups, kFast>(false), expected);
   tiles_compared += tiles.size();
   if (found.empty()) return true;
   std::printf("%s, granularity %u, %s sums: %s\n", what.name.c_str(), problem.l2_sf_granularity, kFast ? "fast" : "fp32",
@@ -316,7 +351,11 @@ std::vector<Case> make_cases() {
   for (const uint32_t rows : {0, 1, 7, 8, 9, 16, 17, 31, 32, 33}) {
     const std::string name = std::to_string(rows) + " rows";
     cases.push_back({.name = name, .heights = {{rows}}});
-    cases.push_back({.name = name + ", clamp, fast_math", .heights = {{rows}}, .clamp = true, .fast_math = true});
+    cases.push_back({.name = name + ", clamp, fast_math, partner",
+                     .heights = {{rows}},
+                     .clamp = true,
+                     .fast_math = true,
+                     .partner = true});
   }
   for (const uint32_t rows : {6, 13, 27}) {
     const std::string name = std::to_string(rows) + " rows";
@@ -330,13 +369,15 @@ std::vector<Case> make_cases() {
   for (const bool clamp : {false, true})
     cases.push_back({.name = "sequence",
                      .heights = {{8}, {0, false, 20}, {0, false, 40}, {16, true}, {70}, {5}, {33, true}, {17}, {40}, {32}},
-                     .clamp = clamp});
+                     .clamp = clamp,
+                     .partner = clamp});
   return cases;
 }
 
 }  // namespace
 
 int main() {
+  emulation::fail_at_addresses_that_lead_nowhere();
   lay_out();
   for (const Case& what : make_cases())
     if (!agree<1, false>(what) || !agree<1, true>(what) || !agree<2, false>(what) || !agree<2, true>(what)) return 1;

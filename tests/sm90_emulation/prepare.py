@@ -10,6 +10,7 @@ EMULATED_FILES = (
     "roles/math.hpp",
     "roles/products*.hpp",
     "roles/*_epilogue.hpp",
+    "ptx/store.hpp",
     "ptx/transpose.hpp",
 )
 """Of these every instruction is to be known. Elsewhere an unknown one ends the program where a thread comes to it."""
@@ -20,7 +21,7 @@ INSTRUCTIONS = {
     "movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;": "$0 = emulation::movmatrix($1);",
     "cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;": "$0 = emulation::to_e4m3x2($1, $2);",
     "cvt.rn.bf16x2.f32 %0, %1, %2;": "$0 = emulation::to_bf16x2($1, $2);",
-    "rcp.approx.ftz.f32 %0, %1;": "$0 = 1.0f / $1;",
+    "rcp.approx.ftz.f32 %0, %1;": "$0 = emulation::approximate_reciprocal($1);",
     "{ .reg .pred needed; setp.ne.u32 needed, %5, 0; "
     "@needed ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4]; }": (
         "emulation::ldmatrix($5, $4, $0, $1, $2, $3);"
@@ -34,10 +35,19 @@ INSTRUCTIONS = {
     "barrier.cta.sync %0, %1;": "emulation::named_barrier($0, $1);",
     "mbarrier.arrive.shared::cta.b64 _, [%0];": "emulation::arrive($0);",
     # release_stage()
-    "{ .reg .pred chosen, there; .reg .b32 other; elect.sync _|chosen, 0xffffffff; "
-    "@chosen mbarrier.arrive.shared::cta.b64 _, [%0]; ld.shared.b32 other, [%0+%1]; "
-    "setp.ne.and.u32 there, other, 0, chosen; @there mbarrier.arrive.shared::cluster.b64 _, [other]; }": (
-        "emulation::release($0);"
+    "{ .reg .pred chosen, both; elect.sync _|chosen, 0xffffffff; setp.ne.and.u32 both, %1, 0, chosen; "
+    "@chosen mbarrier.arrive.shared::cta.b64 _, [%0]; @both mbarrier.arrive.shared::cluster.b64 _, [%2]; }": (
+        "emulation::release($0, $1, $2);"
+    ),
+    # store_if()
+    "{ .reg .pred needed; setp.ne.u32 needed, %5, 0; @needed st.global.v4.u32 [%0], {%1, %2, %3, %4}; }": (
+        "emulation::store($5, $0, {$1, $2, $3, $4});"
+    ),
+    "{ .reg .pred needed; setp.ne.u32 needed, %3, 0; @needed st.global.v2.u32 [%0], {%1, %2}; }": (
+        "emulation::store($3, $0, {$1, $2});"
+    ),
+    "{ .reg .pred needed; setp.ne.u32 needed, %2, 0; @needed st.global.u32 [%0], %1; }": (
+        "emulation::store($2, $0, {$1});"
     ),
     # wait_barrier_if() and test_barrier_if()
     "{ .reg .pred reached, skipped; setp.eq.u32 skipped, %2, 0; @skipped bra done; again: "
