@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ import torch
 import megamoe
 from megamoe import VirtualGroup
 from megamoe.jit import CompileError, CubinArtifact, compile_cubin, csrc_dir, find_nvcc
+from megamoe.jit.machine_code import kernel_code, moves_between_products
 from megamoe.targets import sm90
 from phases.support.inputs import make_tokens
 from phases.support.workloads import TILE_HEIGHTS
@@ -107,21 +109,6 @@ def without_bring_up(csrc: Path) -> None:
     fused.write_text(text)
 
 
-def code_of(cubin: Path) -> dict[str, bytes]:
-    """The machine code of a cubin (ELF64), by section name."""
-    data = cubin.read_bytes()
-    offset = struct.unpack_from("<Q", data, 0x28)[0]
-    size, count, names = struct.unpack_from("<HHH", data, 0x3A)
-    sections = [struct.unpack_from("<I20xQQ", data, offset + index * size) for index in range(count)]
-    strings = sections[names][1]
-    found = {}
-    for name, start, length in sections:
-        text = data[strings + name : data.index(b"\0", strings + name)].decode()
-        if text.startswith(".text."):
-            found[text] = data[start : start + length]
-    return found
-
-
 def test_nothing_of_the_debug_sources_is_in_the_production_kernel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,11 +118,31 @@ def test_nothing_of_the_debug_sources_is_in_the_production_kernel(
     monkeypatch.setattr(sm90, "csrc_dir", lambda: tmp_path / "csrc")
     stripped = FUSED_IN_CI[0].build()
     assert stripped.path != production.path
-    code = code_of(production.path)
-    assert list(code) == [f".text.{sm90.FUSED_KERNEL}"]
-    assert len(code[f".text.{sm90.FUSED_KERNEL}"]) > 10_000
-    assert code == code_of(stripped.path)
-    assert code != code_of(bring_up.path), "a bring-up build has more"
+    code = kernel_code(production.path.read_bytes())
+    assert list(code) == [sm90.FUSED_KERNEL]
+    assert len(code[sm90.FUSED_KERNEL]) > 10_000
+    assert code == kernel_code(stripped.path.read_bytes())
+    assert code != kernel_code(bring_up.path.read_bytes()), "a bring-up build has more"
+
+
+def test_a_branch_that_parts_lanes_between_products_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(csrc_dir(), tmp_path / "csrc")
+    math_role = tmp_path / "csrc" / "sm90" / "roles" / "math.hpp"
+    copies = "  for (uint32_t word = 0; word < 3; ++word) copy_word_async("
+    text = math_role.read_text()
+    assert text.count(copies) == 1
+    math_role.write_text(text.replace(copies, copies.replace("for", "if (place.lane < 16)\n    for")))
+    monkeypatch.setattr(sm90, "csrc_dir", lambda: tmp_path / "csrc")
+    (fault,) = sm90.resource_faults(FUSED_IN_CI[0].build())
+    assert "look for a branch that parts the lanes" in fault
+
+
+def test_descriptors_may_be_made_before_a_group_of_products() -> None:
+    product, product_of_registers, move, group, other = 0x0C1879F3, 0x0C187DF3, 0x572CA, 0x79C5, 0x7918
+    good = (group, move, product, other, product_of_registers, group, move, move, group, product, move, group)
+    assert moves_between_products(struct.pack("<24Q", *(word for first in good for word in (first, move)))) == 0
+    bad = (group, product, move, other, move, product_of_registers, move, product, group)
+    assert moves_between_products(struct.pack("<18Q", *(word for first in bad for word in (first, 0)))) == 3
 
 
 def test_spills_are_seen(tmp_path: Path) -> None:
@@ -237,11 +244,16 @@ def access_at(file: str, text: str, kind: str) -> racecheck.Access:
 
 def test_the_race_checker_finds_what_else_is_handed_over() -> None:
     """Its excuses go by names and lines of the sources; each is for a read and a write of one thing."""
-    written = access_at("schedule.hpp", "shared_.empty_too[stage] =", "Write")
-    read = access_at("pipeline.hpp", "ld.shared.b32 other", "Read")
-    elsewhere = access_at("pipeline.hpp", "void load_tensor(", "Read")
-    assert racecheck.handed_over(racecheck.Report(written, read))
-    assert not racecheck.handed_over(racecheck.Report(written, elsewhere))
+    written = access_at("schedule.hpp", "shared_.partner_empty =", "Write")
+    cleared = access_at("fused.cu", "shared.partner_empty =", "Write")
+    for file in racecheck.READS_PARTNER_EMPTY:
+        read = access_at(file, "uniform(shared.partner_empty)", "Read")
+        elsewhere = access_at(file, "release_stage(shared, slot, partner_empty);", "Read")
+        assert racecheck.handed_over(racecheck.Report(written, read))
+        assert racecheck.handed_over(racecheck.Report(read, written))
+        assert not racecheck.handed_over(racecheck.Report(written, elsewhere))
+        assert not racecheck.handed_over(racecheck.Report(cleared, read))
+        assert not racecheck.handed_over(racecheck.Report(written, replace(read, kind="Write")))
     amax = access_at("l1_epilogue.hpp", "all[place_.warpgroup][row] =", "Write")
     other = access_at("l1_epilogue.hpp", "all[1 - place_.warpgroup][row])", "Read")
     assert racecheck.handed_over(racecheck.Report(amax, other))

@@ -8,6 +8,8 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from megamoe.jit.machine_code import cubin_sections, text_at
+
 
 @dataclass(frozen=True)
 class KernelResources:
@@ -102,25 +104,15 @@ def cubin_entry_names(cubin: bytes) -> frozenset[str]:
 
     Raises ValueError where the bytes are no such file.
     """
-    is_elf64 = cubin[:5] == b"\x7fELF\x02"
-    if not is_elf64:
-        raise ValueError(f"not a cubin: it begins with {cubin[:5]!r}, expected an ELF64 file")
-    section_offset = struct.unpack_from("<Q", cubin, 0x28)[0]
-    section_size, section_count = struct.unpack_from("<HH", cubin, 0x3A)
-    sections = [
-        # type, offset, size, link
-        struct.unpack_from("<4xI16xQQI", cubin, section_offset + index * section_size)
-        for index in range(section_count)
-    ]
+    sections = cubin_sections(cubin)
     symbol_table, function_type, entry_mark = 2, 2, 0x10
     names = set()
-    for kind, offset, size, link in sections:
-        if kind != symbol_table:
+    for table in sections:
+        if table.kind != symbol_table:
             continue
-        strings = sections[link][1]
-        for at in range(offset, offset + size, 24):
+        strings = sections[table.link].offset
+        for at in range(table.offset, table.offset + table.num_bytes, 24):
             name, info, other, section = struct.unpack_from("<IBBH", cubin, at)
             if info & 0xF == function_type and other & entry_mark and section != 0:
-                end = cubin.index(b"\0", strings + name)
-                names.add(cubin[strings + name : end].decode())
+                names.add(text_at(cubin, strings + name))
     return frozenset(names)

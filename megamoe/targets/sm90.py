@@ -21,6 +21,7 @@ import torch
 from megamoe import abi
 from megamoe.config import L2_SF_GRANULARITY_CHOICES, MAX_RANKS, SCALE_BLOCK, MegaMoEConfig
 from megamoe.jit import CubinArtifact, compile_cubin, csrc_dir
+from megamoe.jit.machine_code import count_products, kernel_code, moves_between_products
 from megamoe.layout import (
     BUFFER_LAYOUT_STRUCT,
     HOST_STATUS_STRUCT,
@@ -169,12 +170,21 @@ def build_fused(
 def resource_faults(artifact: CubinArtifact) -> list[str]:
     """What no kernel of this target may do: spill, use local memory, or make the compiler give up on its plan."""
     faults = []
+    code = kernel_code(artifact.path.read_bytes())
     for name, used in artifact.kernels.items():
         if used.spills:
             faults.append(f"{name} spills: {used.spill_stores_bytes} bytes stored, {used.spill_loads_bytes} loaded")
         if used.stack_bytes:
             faults.append(f"{name} has a stack frame of {used.stack_bytes} bytes")
         faults += [f"{name}: {remark}" for remark in used.remarks]
+        if moves := moves_between_products(code[name]):
+            faults.append(
+                f"{name} keeps descriptors of tensor-core products in vector registers: {moves} moves (R2UR) between "
+                "products of one group; look for a branch that parts the lanes of a warp between two tiles of the math "
+                "role (uniform() and store_if() are there to do without)"
+            )
+        if name == FUSED_KERNEL and not count_products(code[name]):
+            faults.append(f"{name} shows no tensor-core product: are the opcodes of megamoe/jit/machine_code.py right?")
     return faults
 
 

@@ -8,7 +8,8 @@ other lanes' accesses too, it may not see. `minimal` runs racecheck_minimal.cu, 
 by PTX's memory model, except for one that the tool must report. `kernel` runs small_run.py, built with line numbers,
 and passes when `minimal` has reports in its right ways on this machine too, and every report is of two accesses
 - to fields of a TileSlot, one of them by the schedule role,
-- to `empty_too`, written by the schedule role before the first tile of a pair and read by arrive_here_and_there(), or
+- to `partner_empty`, written by the schedule role before the first tile of a pair and read by the math warps as they
+  begin a tile, or
 - to the amax that the warpgroups exchange, whose place comes again four tiles later, when the first is told of.
 Whatever else is reported is a race, also what has no source lines.
 So of these words, and of them only, the tool says nothing: that they are handed over rightly is argued, not measured.
@@ -44,6 +45,7 @@ SLOT_FIELD = {
         re.compile(rf"\b(?:slot|tile){FIELD}"),
     ),
 }
+READS_PARTNER_EMPTY = ("products.hpp", "products_fast.hpp", "products_swapped.hpp")
 
 
 @dataclass(frozen=True)
@@ -163,17 +165,12 @@ def of_a_slot(report: Report) -> bool:
 
 def of_second_arrivals(report: Report) -> bool:
     """Whether the schedule role writes the address at which math warps arrive in the partner, and one reads it."""
-    sides = {side.file: side for side in (report.first, report.second)}
-    if set(sides) != {"schedule.hpp", "pipeline.hpp"}:
+    sides = {side.kind: side for side in (report.first, report.second)}
+    if set(sides) != {"Read", "Write"}:
         return False
-    reader = sides["pipeline.hpp"]
-    (source,) = csrc_dir().rglob(reader.file)
-    inside = False
-    for number, line in enumerate(source.read_text().splitlines(), 1):
-        inside = "void arrive_here_and_there(" in line or (inside and line != "}")
-        if inside and number == reader.line:
-            return "shared_.empty_too[" in source_line(sides["schedule.hpp"])
-    return False
+    read, write = sides["Read"], sides["Write"]
+    written = write.file == "schedule.hpp" and source_line(write).startswith("shared_.partner_empty =")
+    return written and read.file in READS_PARTNER_EMPTY and "uniform(shared.partner_empty)" in source_line(read)
 
 
 def of_the_amax(report: Report) -> bool:

@@ -282,10 +282,15 @@ Outcome outcome_of(bool run_in_place) {
   return result;
 }
 
-// Whether every warp said of every stage, and to the partner where there is one, that it is done with it.
+// Whether every warp said of every stage, and to the partner where there is one, that it is done with it, and of every tile
+// that it took its slot and stored its results; and nothing else.
 template <uint32_t kScaleGroups>
 bool releases(const Case& what, const std::map<uint32_t, uint64_t>& arrivals) {
   const auto at = [&](uint32_t barrier) { return arrivals.contains(barrier) ? arrivals.at(barrier) : 0; };
+  uint64_t all = 0;
+  for (const auto& [barrier, times] : arrivals) all += times;
+  const uint64_t stages = tiles.back().end - kFirstTurn;
+  if (all != kMathWarps * (stages * (what.partner ? 2 : 1) + 2 * tiles.size())) return false;
   uint32_t uses[kStages] = {};
   for (uint32_t turn = kFirstTurn; turn != tiles.back().end; ++turn) ++uses[turn % kStages];
   for (uint32_t stage = 0; stage < kStages; ++stage) {
@@ -318,7 +323,7 @@ std::string fault(const Case& what, bool fast, const Outcome& outcome, const Out
   for (const auto& products : outcome.multiplied) columns.insert(products.first);
   for (const Height& height : what.heights) expected_columns.insert(product_columns(height.height, fast));
   if (columns != expected_columns) return "products of other heights than the tiles'";
-  if (!releases<kScaleGroups>(what, expected.arrivals)) return "tiles in place release other stages than theirs";
+  if (!releases<kScaleGroups>(what, expected.arrivals)) return "tiles in place arrive where they should not";
   if (stores_beyond(what, expected.memory[kOwnRank])) return "tiles in place store rows that are none";
   if (outcome.arrivals != expected.arrivals) return "other arrivals at stages, slots or results";
   const bool stores = what.heights[0].rows > 0 && !what.heights[0].failed;
