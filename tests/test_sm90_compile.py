@@ -125,16 +125,17 @@ def test_nothing_of_the_debug_sources_is_in_the_production_kernel(
     assert code != kernel_code(bring_up.path.read_bytes()), "a bring-up build has more"
 
 
-def test_a_branch_that_parts_lanes_between_products_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_branch_that_may_part_lanes_between_tiles_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(csrc_dir(), tmp_path / "csrc")
-    math_role = tmp_path / "csrc" / "sm90" / "roles" / "math.hpp"
-    copies = "  for (uint32_t word = 0; word < 3; ++word) copy_word_async("
-    text = math_role.read_text()
-    assert text.count(copies) == 1
-    math_role.write_text(text.replace(copies, copies.replace("for", "if (place.lane < 16)\n    for")))
+    epilogue = tmp_path / "csrc" / "sm90" / "roles" / "l1_epilogue.hpp"
+    text = epilogue.read_text()
+    assert text.count("uniform(context_.problem->l2_sf_granularity)") == 1
+    epilogue.write_text(
+        text.replace("uniform(context_.problem->l2_sf_granularity)", "context_.problem->l2_sf_granularity")
+    )
     monkeypatch.setattr(sm90, "csrc_dir", lambda: tmp_path / "csrc")
-    (fault,) = sm90.resource_faults(FUSED_IN_CI[0].build())
-    assert "look for a branch that parts the lanes" in fault
+    faults = sm90.resource_faults(FUSED_IN_CI[3].build())
+    assert any("look for a branch between two tiles of the math role" in fault for fault in faults), faults
 
 
 def test_descriptors_may_be_made_before_a_group_of_products() -> None:

@@ -65,6 +65,30 @@ def test_tokens_in_another_order_are_seen(headers: Path, tmp_path: Path) -> None
     assert re.match(r"\d+ rows, granularity 128, fp32 sums: rank \d, \w+ \+ \d+: 0x\w\w, in place", done.stdout)
 
 
+@pytest.mark.parametrize(
+    ("file", "old", "new", "said"),
+    [
+        ("l1_epilogue.hpp", "store_if(valid, to", "store_if(true, to", "store rows that are none"),
+        ("l2_epilogue.hpp", "valid ? target[0] : context.rank", "target[0]", "address that leads nowhere"),
+        ("products_swapped.hpp", "uniform(place.warpgroup)", "uniform(place.lane / 16)", "differs between lanes"),
+        (
+            "products.hpp",
+            "partner_empty + slot",
+            "partner_empty + (slot + 1) % kStages",
+            "arrive where they should not",
+        ),
+    ],
+)
+def test_what_holds_without_branches_is_seen(
+    headers: Path, tmp_path: Path, file: str, old: str, new: str, said: str
+) -> None:
+    """Rows that no tile has are not stored nor looked up, and each stage is released at its own barriers."""
+    change(headers / "roles" / file, old, new)
+    done = run(build(headers, tmp_path / "prepared"))
+    assert done.returncode == 1
+    assert said in done.stdout
+
+
 def test_preparation_refuses_an_instruction_it_does_not_know(headers: Path, tmp_path: Path) -> None:
     change(headers / "ptx" / "transpose.hpp", "movmatrix.sync", "stmatrix.sync")
     with pytest.raises(UnknownAsm, match=r"ptx/transpose\.hpp: teach .* 'stmatrix\.sync"):

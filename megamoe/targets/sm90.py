@@ -180,8 +180,8 @@ def resource_faults(artifact: CubinArtifact) -> list[str]:
         if moves := moves_between_products(code[name]):
             faults.append(
                 f"{name} keeps descriptors of tensor-core products in vector registers: {moves} moves (R2UR) between "
-                "products of one group; look for a branch that parts the lanes of a warp between two tiles of the math "
-                "role (uniform() and store_if() are there to do without)"
+                "products of one group; look for a branch between two tiles of the math role that parts lanes, or may "
+                "for all ptxas knows: what a branch around shuffles or barriers depends on goes through uniform()"
             )
         if name == FUSED_KERNEL and not count_products(code[name]):
             faults.append(f"{name} shows no tensor-core product: are the opcodes of megamoe/jit/machine_code.py right?")
