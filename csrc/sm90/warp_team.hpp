@@ -12,10 +12,12 @@ namespace megamoe::sm90 {
 constexpr uint32_t kWarpThreads = 32;
 constexpr uint32_t kFullWarp = ~0u;
 
-// By a whole warp that has the same value in every lane: makes the compiler know it. What follows from such values alone it
-// keeps in uniform registers, and branches on them part no lanes.
+// By a whole warp that has the same value in every lane: makes the compiler know it. What follows from such values alone it can
+// keep in uniform registers, where the tensor cores' descriptors must be in the end; a branch on any other value around
+// something that the whole warp does together, and it moves them there before each product (DEVLOG.md, 2026-11-30).
 template <class T>
 MEGAMOE_FN T uniform(T value) {
+  static_assert(sizeof(T) <= sizeof(uint32_t) && !cuda::std::is_floating_point_v<T>);
   return T(__shfl_sync(kFullWarp, uint32_t(value), 0));
 }
 

@@ -342,8 +342,8 @@ inline void wait_products() {
 // --- what CUDA C++ has built in ---
 
 template <class T>
-T __shfl_sync(uint32_t, T value, uint32_t from) {
-  return emulation::shuffle(value, from % emulation::kLanes);
+T __shfl_sync(uint32_t, T value, uint32_t from, uint32_t width = emulation::kLanes) {
+  return emulation::shuffle(value, emulation::lane() / width * width + from % width);
 }
 template <class T>
 T __shfl_xor_sync(uint32_t, T value, uint32_t mask) {
@@ -366,7 +366,7 @@ inline float __uint_as_float(uint32_t bits) { return std::bit_cast<float>(bits);
 inline uint32_t __float_as_uint(float value) { return std::bit_cast<uint32_t>(value); }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
-using std::isinf;
+inline float __frcp_rn(float value) { return 1.0f / value; }
 // Coarser than a GPU's, so that who takes it where it should not is seen.
 inline float __expf(float value) { return std::exp2(value * 1.4375f); }
 inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selector) {

@@ -21,8 +21,8 @@ MEGAMOE_FN void arrive(uint64_t* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 // By one lane of a whole warp, whichever; what the others did before must have been ordered by __syncwarp(). Arrives at this
-// barrier and, if `both`, at the one in the cluster whose address is `there`. The reads of a stage are
-// over by then: their values are there, so the second arrival needs no release over the cluster.
+// barrier and, if `both`, at the one in the cluster whose address is `there`. The reads of a stage are over by then: their
+// values are there, so the second arrival needs no release over the cluster.
 MEGAMOE_FN void arrive_here_and_there(uint64_t* barrier, bool both, uint32_t there) {
   asm volatile(
       "{\n\t"

@@ -1,11 +1,9 @@
-// Stores that need no branch: one that parts the lanes of a warp, anywhere between two tiles of the math role, costs its products
-// their uniform registers.
+// Stores to global memory, of any rank, by those lanes of a warp that have something to store: by a predicate, without a branch.
 #pragma once
 #include "primitives.hpp"
 
 namespace megamoe::sm90 {
 
-// To global memory of any rank, where `needed`.
 MEGAMOE_FN void store_if(bool needed, void* to, uint4 value) {
   asm volatile(
       "{\n\t"

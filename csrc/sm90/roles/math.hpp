@@ -6,8 +6,7 @@
 
 namespace megamoe::sm90 {
 
-// Metadata and weights of a tile's rows, fetched beside the products: a warp's rows by its lanes, twice, of which each fetches
-// two words. No branch: see store.hpp.
+// Metadata and weights of a tile's rows, fetched beside the products: two lanes a row, two words each.
 template <class Shared>
 MEGAMOE_FN void fetch_row_targets(const Context& context, Shared& shared, const TileSlot& tile, bool tall) {
   const ThreadPlace place = ThreadPlace::here();
