@@ -33,7 +33,7 @@ from megamoe.inspect.dump import LaunchFacts, load_dump, load_group, write_dump
 from megamoe.inspect.image import NotSaved
 from megamoe.inspect.names import LINK_PREFIX, memfd_name, parse_memfd_link
 from megamoe.inspect.outside import OutsideBuffers
-from megamoe.inspect.rows import PULL_WINDOW, run_of_row
+from megamoe.inspect.rows import PULL_WINDOW, rows_per_run, run_of_row
 from megamoe.inspect.tensors import region_tensor
 from megamoe.layout import buffer_layout
 from phases.phase4 import l1_epilogue_correctness as phase4
@@ -342,7 +342,8 @@ def test_missing_rows_have_names(launcher: Launcher, tmp_path: Path) -> None:
     text = describe_counters(buffer)
     assert f"block 0 (expert {4 + expert}): {rows - 1} of {rows} rows arrived" in text
     assert f"missing {origin}: claimed by a worker, not stored" in text
-    last_run = run_of_row(0, rows - 1, 4, buffer.config.block_m)
+    block_m = buffer.config.block_m
+    last_run = run_of_row(0, rows - 1, 4, block_m, rows_per_run(rows, block_m))
     buffer.view("claims").view(torch.int32)[5, 0] = last_run
     assert re.search(rf"missing (row \d+ = .*)?{origin}.*: pulled by nobody yet", describe_counters(buffer))
     write_dump(tmp_path / "rank1-alone.dump", image_of(buffer))
@@ -350,11 +351,13 @@ def test_missing_rows_have_names(launcher: Launcher, tmp_path: Path) -> None:
 
 
 def test_runs_of_rows_are_numbered_as_the_kernel_claims_them() -> None:
-    """Blocks of 8 rows in windows of 8 blocks; in a window the first runs of all its blocks come first."""
-    order = sorted((run_of_row(block, row, 10, 8), block, row) for block in range(10) for row in (0, 4))
-    assert [run for run, _, _ in order] == list(range(20))
-    assert [(block, row) for _, block, row in order[6:10]] == [(6, 0), (7, 0), (0, 4), (1, 4)]
-    assert [(block, row) for _, block, row in order[14:]] == [(6, 4), (7, 4), (8, 0), (9, 0), (8, 4), (9, 4)]
+    """Blocks of 8 rows in windows of 4 blocks; in a window the first runs of all its blocks come first."""
+    order = sorted((run_of_row(block, row, 6, 8, 4), block, row) for block in range(6) for row in (0, 4))
+    assert [run for run, _, _ in order] == list(range(12))
+    assert [(block, row) for _, block, row in order[2:6]] == [(2, 0), (3, 0), (0, 4), (1, 4)]
+    assert [(block, row) for _, block, row in order[6:]] == [(2, 4), (3, 4), (4, 0), (5, 0), (4, 4), (5, 4)]
+    assert {run_of_row(block, row, 6, 8, 2) for block in range(6) for row in range(0, 8, 2)} == set(range(24))
+    assert [rows_per_run(rows, 128) for rows in (0, 1, 4, 5, 64, 65, 128)] == [4, 4, 4, 2, 2, 4, 4]
 
 
 def test_what_is_written_down_twice_is_the_same() -> None:

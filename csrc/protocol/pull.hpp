@@ -67,26 +67,34 @@ MEGAMOE_FN void store_row_metadata(const Context& context, const PulledRow& row,
 
 // Blocks that are pulled side by side: few, since a launch begins with tiles of the first blocks on all workers, and these wait
 // for all their rows.
-constexpr uint32_t kPullWindow = 8;
+constexpr uint32_t kPullWindow = 4;
 
 constexpr uint32_t kPullDrains = ~0u;
 constexpr uint32_t kNoBlock = ~0u;
+
+// Rows of a run in this launch. Blocks of some rows come sooner when more workers share them; of a whole one all have a part as
+// it is, and of a few rows there is one run. Judged by the first block, which every worker reads the same of.
+MEGAMOE_FN uint32_t rows_per_run(const Context& context, uint32_t num_blocks) {
+  const uint32_t rows = num_blocks == 0 ? 0 : pool_blocks(context)[0].rows;
+  return rows > kRowsPerPull && rows <= context.problem->block_m / 2 ? kRowsPerPull / 2 : kRowsPerPull;
+}
 
 struct PullRun {
   uint32_t block;  // kNoBlock: past the last run
   uint32_t first_row;
 };
 
-// Run number `index`: windows of blocks one after the other, within a window the first runs of all its blocks first.
-MEGAMOE_FN PullRun pull_run(const Context& context, uint32_t index, uint32_t num_blocks) {
-  const uint32_t runs_per_block = ceil_div(context.problem->block_m, kRowsPerPull);
+// Run number `index`, of runs of `run_rows`: windows of blocks one after the other, within a window the first runs of all its
+// blocks first.
+MEGAMOE_FN PullRun pull_run(const Context& context, uint32_t index, uint32_t num_blocks, uint32_t run_rows) {
+  const uint32_t runs_per_block = ceil_div(context.problem->block_m, run_rows);
   const uint32_t window = index / (kPullWindow * runs_per_block);
   const uint32_t first_block = window * kPullWindow;
   if (first_block >= num_blocks) return {kNoBlock, 0};
   const uint32_t blocks = smaller(kPullWindow, num_blocks - first_block);
   const uint32_t rest = index - first_block * runs_per_block;
   if (rest >= blocks * runs_per_block) return {kNoBlock, 0};
-  return {first_block + rest % blocks, rest / blocks * kRowsPerPull};
+  return {first_block + rest % blocks, rest / blocks * run_rows};
 }
 
 // The next run to pull, one answer for the whole team; kPullDrains when the launch drains.
@@ -108,12 +116,13 @@ MEGAMOE_FN bool pull_rows(const Context& context, Team& team, CopyRows copy_rows
   if (!table.ready) return false;
   // The sources' activations were written by generic stores and acquired with the table.
   if (team.rank() == 0) fence_generic_to_async_proxy();
+  const uint32_t run_rows = rows_per_run(context, table.num_blocks);
   for (;; index = claim_pull_run(context, team)) {
-    const auto [block, first_row] = pull_run(context, index, table.num_blocks);
+    const auto [block, first_row] = pull_run(context, index, table.num_blocks, run_rows);
     if (block == kNoBlock) return index != kPullDrains;
     const PoolBlock pool_block = pool_blocks(context)[block];
     if (first_row >= pool_block.rows) continue;
-    const uint32_t rows = smaller(kRowsPerPull, pool_block.rows - first_row);
+    const uint32_t rows = smaller(run_rows, pool_block.rows - first_row);
     copy_rows(block, first_row, rows);
     team.sync();
     team.once([&] {

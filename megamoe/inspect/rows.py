@@ -10,7 +10,7 @@ from megamoe.config import ceil_div
 from megamoe.inspect.image import Image, NotSaved
 from megamoe.layout import ROWS_PER_PULL
 
-PULL_WINDOW = 8
+PULL_WINDOW = 4
 """``kPullWindow`` of ``csrc/protocol/pull.hpp``: blocks whose runs are claimed side by side."""
 MAX_ROWS = 4
 """Missing rows of a block that are named."""
@@ -24,12 +24,17 @@ class PoolState:
     runs_claimed: int
 
 
-def run_of_row(block: int, row: int, num_blocks: int, block_m: int) -> int:
+def rows_per_run(rows_of_first_block: int, block_m: int) -> int:
+    """Rows of a pull claim in a launch: ``rows_per_run`` in ``csrc/protocol/pull.hpp``."""
+    return ROWS_PER_PULL // 2 if ROWS_PER_PULL < rows_of_first_block <= block_m // 2 else ROWS_PER_PULL
+
+
+def run_of_row(block: int, row: int, num_blocks: int, block_m: int, run_rows: int) -> int:
     """The pull claim that covers a row of a block: the inverse of ``pull_run`` in ``csrc/protocol/pull.hpp``."""
     first_block = block // PULL_WINDOW * PULL_WINDOW
     blocks_here = min(PULL_WINDOW, num_blocks - first_block)
-    first = first_block * ceil_div(block_m, ROWS_PER_PULL)
-    return first + row // ROWS_PER_PULL * blocks_here + block - first_block
+    first = first_block * ceil_div(block_m, run_rows)
+    return first + row // run_rows * blocks_here + block - first_block
 
 
 class Origins:
@@ -68,6 +73,8 @@ def describe_missing_rows(image: Image, peers: Mapping[int, Image], pool: PoolSt
         arrived: rows counted in it.
     """
     expert, rows = pool.blocks[block]
+    block_m = image.config.block_m
+    run_rows = rows_per_run(pool.blocks[0][1], block_m)
     if arrived > rows:
         return f"{arrived - rows} more than it has"
     try:
@@ -75,12 +82,9 @@ def describe_missing_rows(image: Image, peers: Mapping[int, Image], pool: PoolSt
         open_runs, absent = [], []
         for row in range(rows):
             source, place = origins.of_row(block, expert, row)
-            if run_of_row(block, row, len(pool.blocks), image.config.block_m) >= pool.runs_claimed:
+            if run_of_row(block, row, len(pool.blocks), block_m, run_rows) >= pool.runs_claimed:
                 open_runs.append(f"row {row} = {_origin(source, place)}")
-            elif place is None or image.row("token_src_metadata", block * image.config.block_m + row) != [
-                source,
-                *place,
-            ]:
+            elif place is None or image.row("token_src_metadata", block * block_m + row) != [source, *place]:
                 absent.append(f"row {row} = {_origin(source, place)}")
     except NotSaved as missing:
         return f"which rows cannot be told: {missing}"
