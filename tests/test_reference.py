@@ -816,6 +816,15 @@ def test_a_row_may_be_off_by_one_rounding_that_is_undecided(quotient: float, may
     assert "and one rounding of h" in outcome.message
     twice = compare("y_all_ranks", y + 2 * (off - y), y, all_ranks=everyone, undecided=undecided)
     assert not twice.ok
+    # The only row there is: its norm is the whole one.
+    alone = squares(off, y, undecided)
+    assert alone.norm_error > BOUNDS["y_all_ranks"].limit
+    for one in (
+        compare("y_all_ranks", off, y, all_ranks=alone, undecided=undecided),
+        compare("y", off, y, undecided=undecided),
+    ):
+        assert one.ok == may_be_off, one.message
+    assert not compare("y_all_ranks", off, y, all_ranks=squares(off, y), undecided=undecided).ok
 
 
 def test_what_is_undecided_counts_beside_the_limit_of_a_row() -> None:
@@ -843,6 +852,16 @@ def test_what_is_undecided_counts_beside_the_limit_of_a_row() -> None:
     actual[8] *= 1 + 1.01 * limit  # has nothing undecided
     assert compare("y", actual, expected, undecided=undecided).worst == (8,)
     assert not compare("y", actual, expected, undecided=undecided).ok
+    # All rows together may be off by one rounding, the largest: not by that of each.
+    few, rounding = expected[:4], torch.tensor([0.0, 0.02, 0.02, 0.0]) * expected[:4].norm(dim=1)
+    one, two = few.clone(), few.clone()
+    one[1] *= 1.02
+    two[1:3] *= 1.02
+    assert not compare("y", one, few).ok
+    assert compare("y", one, few, undecided=rounding).ok
+    assert not compare("y", two, few, undecided=rounding).ok
+    halves = [squares(two[:2], few[:2], rounding[:2]), squares(two[2:], few[2:], rounding[2:])]
+    assert (halves[0] + halves[1]).undecided == pytest.approx(float(rounding.max()) ** 2)
     for name, rows, words in [
         ("y", undecided[:5], r"undecided: got float64 \[5\] .* expected float64 \[64\] for y"),
         ("l2_acts_sf", undecided, "undecided: got .* expected None for l2_acts_sf"),

@@ -260,3 +260,22 @@ def test_the_race_checker_finds_what_else_is_handed_over() -> None:
     assert racecheck.handed_over(racecheck.Report(amax, other))
     assert not racecheck.handed_over(racecheck.Report(amax, amax))
     assert not racecheck.handed_over(racecheck.Report(amax, read))
+
+
+def test_a_report_without_a_line_is_excused_only_if_each_build_has_such_an_access_there() -> None:
+    write = access_at("schedule.hpp", "slot.column = tile.column;", "Write")
+    read = access_at("math.hpp", "const TileResult tile{slot.block,", "Read")
+    unknown = replace(read, file="", line=0, offset=0x309A0)
+    report = racecheck.Report(write, unknown)
+    listing = f'\t//## File "/x/math.hpp", line {read.line}\n  /*309a0*/  @!P0 LDS R40, [UR17+0x351b8] ;\n'
+    listing += '\t//## File "/x/products.hpp", line 2\n  /*309b0*/  FFMA R1, R2, R3, R4 ;\n'
+    mine = racecheck.shared_accesses(listing)
+    assert mine == {0x309A0: ("math.hpp", read.line)}
+    for listings, excused in [
+        ([], False),
+        ([mine], True),
+        ([mine, {}], True),
+        ([mine, {0x309A0: ("products.hpp", 2)}], False),
+        ([{0x309B0: ("math.hpp", read.line)}], False),
+    ]:
+        assert all(map(racecheck.handed_over, racecheck.readings(report, listings))) == excused

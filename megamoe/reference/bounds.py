@@ -98,9 +98,15 @@ class Squares:
 
     difference: float
     expected: float
+    undecided: float = 0.0
+    """Square of the largest of `undecided_rounding`. That of several ranks is the largest, too."""
 
     def __add__(self, other: Squares) -> Squares:
-        return Squares(self.difference + other.difference, self.expected + other.expected)
+        return Squares(
+            self.difference + other.difference,
+            self.expected + other.expected,
+            max(self.undecided, other.undecided),
+        )
 
     @property
     def norm_error(self) -> float:
@@ -176,7 +182,9 @@ def compare(
         all_ranks: for a bound with ``all_ranks``, and for no other: the sum of every rank's `squares`.
         undecided: float64, one for each row, for a bound with a limit for rows: what `undecided_rounding` gives. A row
             may be off by that beside its limit: ||actual - expected||^2 <= (row_limit * ||expected||)^2 + undecided^2.
-            (One column of the L2 weight lies nearly at a right angle to the sum of a row's other errors.)
+            (One column of the L2 weight lies nearly at a right angle to the sum of a row's other errors.) In the same
+            way all rows together may be off by the largest of them beside their limit: with few rows one rounding is
+            much of the norm. With `all_ranks` that is the largest of all ranks, `all_ranks.undecided`.
 
     Returns:
         The outcome; a difference is an outcome and raises nothing.
@@ -218,10 +226,12 @@ def norm_error(actual: Tensor, expected: Tensor) -> float:
     return float(row_errors(actual.reshape(1, -1), expected.reshape(1, -1))[0])
 
 
-def squares(actual: Tensor, expected: Tensor) -> Squares:
-    """Of one rank's elements, for a bound over all ranks. NaN and inf of either side are left out, as in `compare`."""
+def squares(actual: Tensor, expected: Tensor, undecided: Tensor | None = None) -> Squares:
+    """Of one rank's elements, for a bound over all ranks. NaN and inf of either side are left out, as in `compare`;
+    `undecided` as there."""
     got, want, _ = _without_specials(actual.detach().to(expected.device), expected)
-    return Squares(float((got - want).square().sum()), float(want.square().sum()))
+    largest = 0.0 if undecided is None or undecided.numel() == 0 else float(undecided.max())
+    return Squares(float((got - want).square().sum()), float(want.square().sum()), largest**2)
 
 
 def row_errors(actual: Tensor, expected: Tensor) -> Tensor:
@@ -331,7 +341,11 @@ def _compare_norm(
     error = own_error if all_ranks is None else all_ranks.norm_error
     errors_of_rows = row_errors(got, want)
     wrong = special_wrong.clone()
-    if not error <= bound.limit:
+    limit = bound.limit
+    if undecided is not None:
+        together = squares(actual, expected, undecided) if all_ranks is None else all_ranks
+        limit = math.hypot(limit, math.sqrt(together.undecided / together.expected)) if together.expected else limit
+    if not error <= limit:
         wrong |= True
     limits = torch.full_like(errors_of_rows, math.inf if bound.row_limit is None else bound.row_limit)
     if undecided is not None:
@@ -345,9 +359,9 @@ def _compare_norm(
     row_bound = None if bound.row_limit is None else float(limits[worst])
     beside = "" if row_bound is None else f", bound {row_bound:.3g}"
     if undecided is not None:
-        beside += f" ({bound.row_limit:.3g} and one rounding of h)"
+        beside += f" ({bound.limit:.3g} and {bound.row_limit:.3g}, and one rounding of h)"
     over = "" if all_ranks is None else f" over all ranks (here {own_error:.3g})"
-    detail = f"norm-wise {error:.3g}{over}, bound {bound.limit:.3g}; worst row {worst}: {worst_row:.3g}{beside}"
+    detail = f"norm-wise {error:.3g}{over}, bound {limit:.3g}; worst row {worst}: {worst_row:.3g}{beside}"
     detail += _nan_report(actual, expected, special_wrong)
     outcome = replace(_outcome(bound, wrong, error, worst, detail, worst_row), row_bound=row_bound)
     return outcome if all_ranks is None else replace(outcome, own_error=own_error)

@@ -14,7 +14,7 @@ import gc
 import os
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import psutil
 import torch
@@ -127,8 +127,9 @@ class Soak:
         everyone = over_all_ranks(squares(y, answer), self.buffer.device)
         outcome = compare(self.bound, y, answer, all_ranks=everyone)
         if not outcome.ok:  # so many rows are drawn that in some a rounding of the largest h goes the other way
-            undecided = undecided_rounding(self.buffer.config, inputs, self.weights)[self.rank]
-            outcome = compare(self.bound, y, answer, all_ranks=everyone, undecided=undecided)
+            undecided = undecided_rounding(self.buffer.config, inputs, self.weights)
+            everyone = replace(everyone, undecided=float(torch.cat(undecided).max()) ** 2)
+            outcome = compare(self.bound, y, answer, all_ranks=everyone, undecided=undecided[self.rank])
             self.roundings += outcome.ok
         self.compared += 1
         self.worst = max(self.worst, outcome.max_error)
