@@ -11,8 +11,8 @@ and passes when `minimal` has reports in its right ways on this machine too, and
 - to `partner_empty`, written by the schedule role before the first tile of a pair and read by the math warps as they
   begin a tile, or
 - to the amax that the warpgroups exchange, whose place comes again four tiles later, when the first is told of.
-Whatever else is reported is a race, also what has no source line: the tool leaves some out, for which nvdisasm is asked. It
-may give one in either of the two builds of the kernel that run: both then have to be such accesses.
+Whatever else is reported is a race, also what has no source line: the tool leaves some out, and then nvdisasm is asked.
+It may give one in either of the two builds of the kernel that run: both then have to be such accesses.
 So of these words, and of them only, the tool says nothing: that they are handed over rightly is argued, not measured.
 """
 
