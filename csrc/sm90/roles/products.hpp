@@ -59,17 +59,14 @@ MEGAMOE_FN void multiply_tile(Shared& shared, RingPosition<kStages>& stage, cons
   for (uint32_t i = 0; i < kPieces * kSumsPerPiece; ++i) sums[i] = 0.0f;
   if (uniform(tile.depth) == 0) return;  // never so, but without this line ptxas 13.0 spills
   uint32_t fragments[steps][4];  // read once for all pieces
-  const auto fragment_here = [] {
-    const ThreadPlace place = ThreadPlace::here();
-    return fragment_offset(place.warp_row(tall), place.lane);
-  };
   const auto load_fragments = [&](bool needed, uint32_t slot, uint32_t group, uint32_t fragment) {
 #pragma unroll
     for (uint32_t step = 0; step < steps; ++step)
       load_row_fragment_if(needed, fragments[step], shared_address(shared.rows[slot]) + fragment,
                            group * steps + step);
   };
-  const uint32_t fragment = fragment_here();
+  const ThreadPlace place = ThreadPlace::here();
+  const uint32_t fragment = fragment_offset(place.warp_row(tall), place.lane);
   wait_barrier(&shared.full[stage.slot()], stage.parity());
   on_first_stage();
 #pragma unroll
