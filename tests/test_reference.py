@@ -858,13 +858,16 @@ def test_what_is_undecided_counts_beside_the_limit_of_a_row() -> None:
     one[1] *= 1.02
     two[1:3] *= 1.02
     assert not compare("y", one, few).ok
-    assert compare("y", one, few, undecided=rounding).ok
+    allowed = compare("y", one, few, undecided=rounding)
+    assert allowed.ok
+    assert allowed.max_error <= allowed.bound
     assert not compare("y", two, few, undecided=rounding).ok
     halves = [squares(two[:2], few[:2], rounding[:2]), squares(two[2:], few[2:], rounding[2:])]
     assert (halves[0] + halves[1]).undecided == pytest.approx(float(rounding.max()) ** 2)
     for name, rows, words in [
         ("y", undecided[:5], r"undecided: got float64 \[5\] .* expected float64 \[64\] for y"),
         ("l2_acts_sf", undecided, "undecided: got .* expected None for l2_acts_sf"),
+        ("y", undecided / 0.0, "undecided: got .* with NaN or inf, expected finite sizes"),
     ]:
         with pytest.raises(ValueError, match=words):
             compare(name, expected, expected, undecided=rows)

@@ -202,6 +202,8 @@ def compare(
     if undecided is not None and (bound.row_limit is None or undecided.shape != expected.shape[:-1]):
         wanted = "None" if bound.row_limit is None else f"float64 {list(expected.shape[:-1])}"
         raise ValueError(f"undecided: got {describe(undecided)}, expected {wanted} for {bound.name}")
+    if undecided is not None and not bool(undecided.isfinite().all()):
+        raise ValueError(f"undecided: got {describe(undecided)} with NaN or inf, expected finite sizes")
     actual = actual.detach().to(expected.device)
     if actual.numel() == 0:
         return Comparison(
@@ -363,7 +365,7 @@ def _compare_norm(
     over = "" if all_ranks is None else f" over all ranks (here {own_error:.3g})"
     detail = f"norm-wise {error:.3g}{over}, bound {limit:.3g}; worst row {worst}: {worst_row:.3g}{beside}"
     detail += _nan_report(actual, expected, special_wrong)
-    outcome = replace(_outcome(bound, wrong, error, worst, detail, worst_row), row_bound=row_bound)
+    outcome = replace(_outcome(bound, wrong, error, worst, detail, worst_row), bound=limit, row_bound=row_bound)
     return outcome if all_ranks is None else replace(outcome, own_error=own_error)
 
 

@@ -51,7 +51,10 @@ SLOT_FIELD = {
 }
 LINES = {"MEGAMOE_SM90_OPTIONS": "-lineinfo"}
 LINE_MARKER = re.compile(r'//## File "(.+)", line (\d+)')
-SHARED_ACCESS = re.compile(r"\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\d+\s+)?(?:LDS|STS|ATOMS|LDSM|STSM|SYNCS)\b")
+SHARED_ACCESS = re.compile(  # also by generic addresses
+    r"\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\d+\s+)?"
+    r"(?:LDSM?|STSM?|ATOMS|SYNCS|LDGSTS|STAS|UBLKCP|UTMALDG|LD|ST|ATOM|RED)\b"
+)
 READS_PARTNER_EMPTY = ("products.hpp", "products_fast.hpp", "products_swapped.hpp")
 
 
@@ -120,7 +123,7 @@ def find_nvdisasm() -> str | None:
 
 
 def shared_accesses(listing: str) -> dict[int, tuple[str, int]]:
-    """Offset -> (file, line) of the instructions that access shared memory, as ``nvdisasm -g`` lists them."""
+    """Offset -> (file, line) of the instructions that may access shared memory, as ``nvdisasm -g`` lists them."""
     lines, place = {}, ("", 0)
     for text in listing.splitlines():
         if marker := LINE_MARKER.search(text):
