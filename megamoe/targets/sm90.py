@@ -226,7 +226,7 @@ def role_registers() -> str:
     return ", ".join(f"{role.lower()} {count}" for role, count in found)
 
 
-_ROW = "{:<22} {:<46} {:>9} {:<24} {:>13} {:>8}"
+_ROW = "{:<22} {:<49} {:>9} {:<24} {:>13} {:>8}"
 
 
 def build_all(report: Callable[[str], None] = print, max_ranks: int = MAX_RANKS) -> None:
