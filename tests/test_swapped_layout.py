@@ -1,7 +1,8 @@
-"""Tiles of few rows, whose operands are swapped, against the same tiles in place: the math role's sources on a CPU.
+"""Tiles of few rows, whose operands are swapped, against the same tiles in place, and tall tiles against their rows cut
+into two short ones: the math role's sources on a CPU.
 
-Seen is where data goes and who waits for whom. Not seen: whether tiles in place are right, the order in which tensor
-cores add, what ptxas makes of it, memory ordering, and races between lanes of one warp.
+Seen is where data goes and who waits for whom. Not seen: whether short tiles in place are right, the order in which
+tensor cores add, what ptxas makes of it, memory ordering, and races between lanes of one warp.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def run(program: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([program], capture_output=True, text=True, timeout=120)
 
 
-def test_swapped_tiles_leave_what_tiles_in_place_leave(tmp_path: Path) -> None:
+def test_tiles_of_all_shapes_leave_the_same(tmp_path: Path) -> None:
     """Every byte of every rank, and every arrival at a barrier."""
     done = run(build(jit.csrc_dir() / "sm90", tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -77,12 +78,19 @@ def test_tokens_in_another_order_are_seen(headers: Path, tmp_path: Path) -> None
             "partner_empty + (slot + 1) % kStages",
             "arrive where they should not",
         ),
+        ("products_fast.hpp", "place.first_row(tall)", "place.first_row(false)", "fast sums: rank 0, combine"),
+        (
+            "products.hpp",
+            "if (kWork == TileWork::l2 || piece == 0) {",
+            "if (piece == 0) {",
+            "fp32 sums: rank 0, combine",
+        ),
     ],
 )
-def test_what_holds_without_branches_is_seen(
-    headers: Path, tmp_path: Path, file: str, old: str, new: str, said: str
-) -> None:
-    """Rows that no tile has are not stored nor looked up, and each stage is released at its own barriers."""
+def test_a_mistake_is_seen(headers: Path, tmp_path: Path, file: str, old: str, new: str, said: str) -> None:
+    """Rows that no tile has are not stored nor looked up, each stage is released at its own barriers, and the upper
+    half of a tall tile's rows and the second piece of its columns have scales of their own.
+    """
     change(headers / "roles" / file, old, new)
     done = run(build(headers, tmp_path / "prepared"))
     assert done.returncode == 1

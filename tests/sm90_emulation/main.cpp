@@ -1,4 +1,5 @@
-// Tiles of few rows with swapped operands against the same tiles in place: both are to leave the same in every rank's memory.
+// Tiles of few rows with swapped operands against the same tiles in place, and tall tiles against their rows cut into two
+// short ones: both are to leave the same in every rank's memory.
 #include "emulation.hpp"
 // Nothing of the SM90 target comes before that one.
 #include "context.hpp"
@@ -37,6 +38,9 @@ struct Case {
   bool nan_weight = false, zero_scale = false, zero_operands = false;  // of the last row
   bool partner = false;  // which is told of every stage too
   Stage stage = Stage::combine;
+  bool cut = false;  // tall tiles, compared with short ones of the same rows
+
+  const char* other() const { return cut ? "cut in two" : "in place"; }
 };
 
 std::mt19937 bits;
@@ -282,6 +286,38 @@ Outcome outcome_of(bool run_in_place) {
   return result;
 }
 
+// Of the same rows in short tiles: those below kShortM, then the others, which lie in their place in the stages, while every
+// region begins kShortM rows later.
+template <uint32_t kScaleGroups, bool kFast>
+Outcome outcome_cut_in_two() {
+  auto& shared = shared_storage<kScaleGroups>();
+  const std::vector<TileSlot> tall = tiles;
+  const BufferLayout whole = layout;
+  const auto stages = std::make_unique<Stages<kScaleGroups>>(shared);
+  for (TileSlot& tile : tiles) tile.rows = tile.height = kShortM;
+  Outcome below = outcome_of<kScaleGroups, kFast>(false);
+  for (uint32_t i = 0; i < tiles.size(); ++i) tiles[i].rows = tiles[i].height = tall[i].rows - kShortM;
+  for (auto& rows : shared.rows) std::copy_n(rows + kShortM * kBlockK, kShortM * kBlockK, rows);
+  for (auto& groups : shared.row_scales)
+    for (auto& group : groups) std::copy_n(group + kShortM, kShortM, group);
+  layout.token_src_metadata.offset += kShortM * 3 * 4;
+  layout.l1_topk_weights.offset += kShortM * 4;
+  layout.l2_acts.offset += kShortM * kRowStride;
+  layout.l2_acts_sf.offset += kShortM * 4;
+  layout.l1_accum_debug.offset += kShortM * kAccumDebugEdge * 4;
+  const auto swap_memory = [&] {
+    for (uint32_t rank = 0; rank < kRanks; ++rank)
+      std::swap_ranges(memory[rank].begin(), memory[rank].end(), below.memory[rank].begin());
+  };
+  swap_memory();
+  Outcome result = outcome_of<kScaleGroups, kFast>(false);
+  swap_memory();
+  layout = whole;
+  stages->put_back(shared);
+  tiles = tall;
+  return result;
+}
+
 // Whether every warp said of every stage, and to the partner where there is one, that it is done with it, and of every tile
 // that it took its slot and stored its results; and nothing else.
 template <uint32_t kScaleGroups>
@@ -323,17 +359,18 @@ std::string fault(const Case& what, bool fast, const Outcome& outcome, const Out
   for (const auto& products : outcome.multiplied) columns.insert(products.first);
   for (const Height& height : what.heights) expected_columns.insert(product_columns(height.height, fast));
   if (columns != expected_columns) return "products of other heights than the tiles'";
-  if (!releases<kScaleGroups>(what, expected.arrivals)) return "tiles in place arrive where they should not";
-  if (stores_beyond(what, expected.memory[kOwnRank])) return "tiles in place store rows that are none";
+  const std::string others = std::string("tiles ") + what.other();
+  if (!releases<kScaleGroups>(what, expected.arrivals)) return others + " arrive where they should not";
+  if (stores_beyond(what, expected.memory[kOwnRank])) return others + " store rows that are none";
   if (outcome.arrivals != expected.arrivals) return "other arrivals at stages, slots or results";
   const bool stores = what.heights[0].rows > 0 && !what.heights[0].failed;
-  if (stores != (expected.memory[kOwnRank] != memory[kOwnRank])) return "tiles in place do not store what they should";
+  if (stores != (expected.memory[kOwnRank] != memory[kOwnRank])) return others + " do not store what they should";
   for (uint32_t rank = 0; rank < kRanks; ++rank) {
     const auto &have = outcome.memory[rank], &want = expected.memory[rank];
     if (have == want) continue;
     const auto byte = uint64_t(std::mismatch(have.begin(), have.end(), want.begin()).first - have.begin());
     char values[64];
-    std::snprintf(values, sizeof values, ": 0x%02x, in place 0x%02x", have[byte], want[byte]);
+    std::snprintf(values, sizeof values, ": 0x%02x, %s 0x%02x", have[byte], what.other(), want[byte]);
     return "rank " + std::to_string(rank) + ", " + place_of(byte) + values;
   }
   return "";
@@ -342,7 +379,8 @@ std::string fault(const Case& what, bool fast, const Outcome& outcome, const Out
 template <uint32_t kScaleGroups, bool kFast>
 bool agree(const Case& what) {
   set_up<kScaleGroups>(what);
-  const Outcome expected = outcome_of<kScaleGroups, kFast>(true);
+  const Outcome expected =
+      what.cut ? outcome_cut_in_two<kScaleGroups, kFast>() : outcome_of<kScaleGroups, kFast>(true);
   const std::string found = fault<kScaleGroups>(what, kFast, outcome_of<kScaleGroups, kFast>(false), expected);
   tiles_compared += tiles.size();
   if (found.empty()) return true;
@@ -353,6 +391,8 @@ bool agree(const Case& what) {
 
 std::vector<Case> make_cases() {
   std::vector<Case> cases;
+  for (const uint32_t rows : {101, 128})
+    cases.push_back({.name = std::to_string(rows) + " rows", .heights = {{rows}}, .cut = true});
   for (const uint32_t rows : {0, 1, 7, 8, 9, 16, 17, 31, 32, 33}) {
     const std::string name = std::to_string(rows) + " rows";
     cases.push_back({.name = name, .heights = {{rows}}});
@@ -376,6 +416,12 @@ std::vector<Case> make_cases() {
                      .heights = {{8}, {0, false, 20}, {0, false, 40}, {16, true}, {70}, {5}, {33, true}, {17}, {40}, {32}},
                      .clamp = clamp,
                      .partner = clamp});
+  cases.push_back({.name = "tall sequence",
+                   .heights = {{70}, {128}, {100}, {65}},
+                   .clamp = true,
+                   .fast_math = true,
+                   .partner = true,
+                   .cut = true});
   return cases;
 }
 
