@@ -96,7 +96,8 @@ class DeepGemm:
             )
         if self._has_bound:
             self._bound = {BOUND: tokens}
-        self._y = torch.empty(tokens, self._shape.hidden, dtype=torch.bfloat16, device=self._buffer.x.device)
+        shape = (tokens, self._shape.hidden)  # NaN: what the peer does not write is seen
+        self._y = torch.full(shape, torch.nan, dtype=torch.bfloat16, device=self._buffer.x.device)
 
     def load(self, index: int) -> None:
         tokens, buffer = self._sets[index].tokens[self._rank], self._buffer

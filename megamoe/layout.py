@@ -24,7 +24,7 @@ NUM_BANKS = 2
 """Counters of a launch live in the bank of its epoch's parity; the other bank is cleared meanwhile."""
 
 ROWS_PER_PULL = 4
-"""Pool rows of one pull claim; half as many where blocks have some rows, but are not full."""
+"""Pool rows of one pull claim; half as many where the first block has more than these, and is at most half full."""
 
 LAUNCH_DECISION_SLOTS = 8
 """Launches that are let in or refused on one buffer at the same time without waiting for each other: a slot holds the

@@ -863,7 +863,7 @@ def test_what_is_undecided_counts_beside_the_limit_of_a_row() -> None:
     assert allowed.max_error <= allowed.bound
     assert not compare("y", two, few, undecided=rounding).ok
     halves = [squares(two[:2], few[:2], rounding[:2]), squares(two[2:], few[2:], rounding[2:])]
-    assert (halves[0] + halves[1]).undecided == pytest.approx(float(rounding.max()) ** 2)
+    assert (halves[0] + halves[1]).undecided_square == pytest.approx(float(rounding.max()) ** 2)
     for name, rows, words in [
         ("y", undecided[:5], r"undecided: got float64 \[5\] .* expected float64 \[64\] for y"),
         ("l2_acts_sf", undecided, "undecided: got .* expected None for l2_acts_sf"),

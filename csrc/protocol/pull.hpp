@@ -72,8 +72,9 @@ constexpr uint32_t kPullWindow = 4;
 constexpr uint32_t kPullDrains = ~0u;
 constexpr uint32_t kNoBlock = ~0u;
 
-// Rows of a run in this launch. Blocks of some rows come sooner when more workers share them; of a whole one all have a part as
-// it is, and of a few rows there is one run. Judged by the first block, which every worker reads the same of.
+// Rows of a run in this launch. The first tiles wait for whole blocks, so all workers should share the first few. With full blocks
+// they do so in runs of kRowsPerPull; blocks of at most half as many rows have too few such runs, and are cut finer, unless one
+// run is all they have. The first block decides for all: every worker sees the same.
 MEGAMOE_FN uint32_t rows_per_run(const Context& context, uint32_t num_blocks) {
   const uint32_t rows = num_blocks == 0 ? 0 : pool_blocks(context)[0].rows;
   return rows > kRowsPerPull && rows <= context.problem->block_m / 2 ? kRowsPerPull / 2 : kRowsPerPull;

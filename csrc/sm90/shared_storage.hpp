@@ -85,7 +85,7 @@ struct SharedStorage {
   alignas(8) uint64_t full[kStages];
   // Each math warp arrives when it is done with a stage, and from the first pair of blocks on at the partner's barrier too.
   uint64_t empty[kStages];
-  uint32_t partner_empty;  // address of those in the cluster, or 0
+  uint32_t partner_empty;  // cluster address of the partner's `empty`; 0 before the first pair of blocks
   uint64_t tile_full[kTileSlots];
   uint64_t tile_empty[kTileSlots];
   uint64_t rows_ready[kTileSlots];

@@ -12,12 +12,12 @@ namespace megamoe::sm90 {
 constexpr uint32_t kWarpThreads = 32;
 constexpr uint32_t kFullWarp = ~0u;
 
-// By a whole warp that has the same value in every lane: makes the compiler know it. What follows from such values alone it can
-// keep in uniform registers, where the tensor cores' descriptors must be in the end; a branch on any other value around
-// something that the whole warp does together, and it moves them there before each product (DEVLOG.md, 2026-11-30).
+// By a whole warp, of a value that all its lanes have: tells the compiler that they do. It keeps what follows from such values in
+// uniform registers, from which products take their descriptors. A branch on any other value, around something that the whole
+// warp does together, makes it keep descriptors in vector registers and move them before each product (DEVLOG.md, 2026-11-30).
 template <class T>
 MEGAMOE_FN T uniform(T value) {
-  static_assert(sizeof(T) <= sizeof(uint32_t) && !cuda::std::is_floating_point_v<T>);
+  static_assert(sizeof(T) <= sizeof(uint32_t) && !cuda::std::is_floating_point_v<T>, "uint32_t would not hold it");
   return T(__shfl_sync(kFullWarp, uint32_t(value), 0));
 }
 

@@ -25,7 +25,7 @@ class PoolState:
 
 
 def rows_per_run(rows_of_first_block: int, block_m: int) -> int:
-    """Rows of a pull claim in a launch: ``rows_per_run`` in ``csrc/protocol/pull.hpp``."""
+    """Rows of a pull claim (a run) in a launch: ``rows_per_run`` in ``csrc/protocol/pull.hpp``."""
     return ROWS_PER_PULL // 2 if ROWS_PER_PULL < rows_of_first_block <= block_m // 2 else ROWS_PER_PULL
 
 

@@ -6,10 +6,13 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+# Where the header of an ELF64 file has its table of sections: offset, size and number of entries, and which holds the names.
+_E_SHOFF, _E_SHENTSIZE, _E_SHSTRNDX = 0x28, 0x3A, 0x3E
+
 
 @dataclass(frozen=True)
 class Section:
-    """name_offset: in the section of names. link: number of another section, as the kind of this one wants it."""
+    """name_offset: in the section of names. link: ``sh_link``, the number of a section that belongs to this one."""
 
     name_offset: int
     kind: int
@@ -23,8 +26,8 @@ def cubin_sections(cubin: bytes) -> list[Section]:
     is_elf64 = cubin[:5] == b"\x7fELF\x02"
     if not is_elf64:
         raise ValueError(f"not a cubin: it begins with {cubin[:5]!r}, expected an ELF64 file")
-    offset = struct.unpack_from("<Q", cubin, 0x28)[0]
-    size, count = struct.unpack_from("<HH", cubin, 0x3A)
+    offset = struct.unpack_from("<Q", cubin, _E_SHOFF)[0]
+    size, count = struct.unpack_from("<HH", cubin, _E_SHENTSIZE)
     return [Section(*struct.unpack_from("<II16xQQI", cubin, offset + index * size)) for index in range(count)]
 
 
@@ -36,7 +39,7 @@ def text_at(cubin: bytes, offset: int) -> str:
 def kernel_code(cubin: bytes) -> Mapping[str, bytes]:
     """Kernel name -> its instructions, 16 bytes each. Raises ValueError as `cubin_sections`."""
     sections = cubin_sections(cubin)
-    names = sections[struct.unpack_from("<H", cubin, 0x3E)[0]].offset
+    names = sections[struct.unpack_from("<H", cubin, _E_SHSTRNDX)[0]].offset
     named = ((text_at(cubin, names + section.name_offset), section) for section in sections)
     return {
         name.removeprefix(".text."): cubin[section.offset : section.offset + section.num_bytes]

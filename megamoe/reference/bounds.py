@@ -98,14 +98,14 @@ class Squares:
 
     difference: float
     expected: float
-    undecided: float = 0.0
+    undecided_square: float = 0.0
     """Square of the largest of `undecided_rounding`. That of several ranks is the largest, too."""
 
     def __add__(self, other: Squares) -> Squares:
         return Squares(
             self.difference + other.difference,
             self.expected + other.expected,
-            max(self.undecided, other.undecided),
+            max(self.undecided_square, other.undecided_square),
         )
 
     @property
@@ -184,7 +184,7 @@ def compare(
             may be off by that beside its limit: ||actual - expected||^2 <= (row_limit * ||expected||)^2 + undecided^2.
             (One column of the L2 weight lies nearly at a right angle to the sum of a row's other errors.) In the same
             way all rows together may be off by the largest of them beside their limit: with few rows one rounding is
-            much of the norm. With `all_ranks` that is the largest of all ranks, `all_ranks.undecided`.
+            much of the norm. With `all_ranks` that is the largest of all ranks, `all_ranks.undecided_square`.
 
     Returns:
         The outcome; a difference is an outcome and raises nothing.
@@ -346,7 +346,9 @@ def _compare_norm(
     limit = bound.limit
     if undecided is not None:
         together = squares(actual, expected, undecided) if all_ranks is None else all_ranks
-        limit = math.hypot(limit, math.sqrt(together.undecided / together.expected)) if together.expected else limit
+        limit = (
+            math.hypot(limit, math.sqrt(together.undecided_square / together.expected)) if together.expected else limit
+        )
     if not error <= limit:
         wrong |= True
     limits = torch.full_like(errors_of_rows, math.inf if bound.row_limit is None else bound.row_limit)
@@ -361,7 +363,7 @@ def _compare_norm(
     row_bound = None if bound.row_limit is None else float(limits[worst])
     beside = "" if row_bound is None else f", bound {row_bound:.3g}"
     if undecided is not None:
-        beside += f" ({bound.limit:.3g} and {bound.row_limit:.3g}, and one rounding of h)"
+        beside += f" (all rows {bound.limit:.3g}, a row {bound.row_limit:.3g}, and one rounding of h)"
     over = "" if all_ranks is None else f" over all ranks (here {own_error:.3g})"
     detail = f"norm-wise {error:.3g}{over}, bound {limit:.3g}; worst row {worst}: {worst_row:.3g}{beside}"
     detail += _nan_report(actual, expected, special_wrong)

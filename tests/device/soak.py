@@ -133,7 +133,7 @@ class Soak:
         outcome = compare(self.bound, y, answer, all_ranks=everyone)
         if not outcome.ok:  # so many rows are drawn that in some a rounding of the largest h goes the other way
             undecided = undecided_rounding(self.buffer.config, inputs, self.weights)
-            everyone = replace(everyone, undecided=float(torch.cat(undecided).max()) ** 2)
+            everyone = replace(everyone, undecided_square=float(torch.cat(undecided).max()) ** 2)
             outcome = compare(self.bound, y, answer, all_ranks=everyone, undecided=undecided[self.rank])
             self.roundings += outcome.ok
         self.compared += 1

@@ -1,4 +1,5 @@
-// Stores to global memory, of any rank, by those lanes of a warp that have something to store: by a predicate, without a branch.
+// Stores to global memory, of any rank, by those lanes of a warp that have something to store: by a predicate, in place of a
+// branch and its reconvergence around each.
 #pragma once
 #include "primitives.hpp"
 

@@ -1,5 +1,6 @@
 // L2 epilogue, one warpgroup: bf16 results of its part of a tile into the combine buffers of the rows' sources.
 #pragma once
+#include "ptx/store.hpp"
 #include "roles/l1_epilogue.hpp"
 
 namespace megamoe::sm90 {
@@ -17,7 +18,7 @@ MEGAMOE_FN void scatter_results(const Context& context, const Shared& shared, co
     const uint32_t row = place.first_row(tall) + 8 * r;
     const bool valid = row < tile.rows;
     const uint32_t* target = shared.targets[place.warpgroup].metadata[place.first_row(false) + 8 * r];
-    // A row that is none has any target: none that may be looked up.
+    // A row beyond the tile's has whatever metadata lies there: its rank may not be looked up.
     uint16_t* to = context.peer<uint16_t>(valid ? target[0] : context.rank, region) + target[2] * region.stride[0] +
                    target[1] * region.stride[1] + first_column + place.lane % 4 * 8;
 #pragma unroll

@@ -1,5 +1,6 @@
 // What a math warpgroup does with the tiles that the schedule role hands on: products and epilogue.
 #pragma once
+#include "ptx/store.hpp"
 #include "roles/l2_epilogue.hpp"
 #include "roles/swapped_epilogue.hpp"
 #include "tiles.hpp"
@@ -19,10 +20,10 @@ MEGAMOE_FN void fetch_row_targets(const Context& context, Shared& shared, const 
       context.own<uint32_t>(layout.token_src_metadata) + pool_row * layout.token_src_metadata.stride[0];
   const float* weight = context.own<float>(layout.l1_topk_weights) + pool_row;
   uint32_t(&to)[3] = targets.metadata[row];
-  const bool later = place.lane >= 16;
-  copy_word_async(later ? &to[2] : &to[0], later ? metadata + 2 : metadata);
-  copy_word_async(later ? static_cast<void*>(&targets.weight[row]) : &to[1],
-                  later ? static_cast<const void*>(weight) : metadata + 1);
+  const bool upper_half = place.lane >= 16;
+  copy_word_async(upper_half ? &to[2] : &to[0], upper_half ? metadata + 2 : metadata);
+  copy_word_async(upper_half ? static_cast<void*>(&targets.weight[row]) : &to[1],
+                  upper_half ? static_cast<const void*>(weight) : metadata + 1);
   commit_word_copies();
 }
 

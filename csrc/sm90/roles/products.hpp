@@ -34,7 +34,7 @@ MEGAMOE_FN void release_stage(Shared& shared, uint32_t slot, uint32_t partner_em
   arrive_here_and_there(&shared.empty[slot], partner_empty != 0, partner_empty + slot * sizeof(shared.empty[0]));
 }
 
-// Descriptor of a stage's matrix. Shared memory is small enough that stages lie apart in the address alone.
+// matrix_start() of a stage's matrix. Shared memory is small enough that stages lie apart in the address alone.
 template <uint32_t kBytes>
 MEGAMOE_FN uint32_t matrix_start(const uint8_t (&stages)[kStages][kBytes], uint32_t slot) {
   return matrix_start(stages[0]) + slot * (kBytes / kDescriptorBytes);
@@ -92,7 +92,7 @@ MEGAMOE_FN void multiply_tile(Shared& shared, RingPosition<kStages>& stage, cons
                                                            (group * steps + step) * kProductDepth) / kDescriptorBytes),
                               step > 0);
         wgmma_commit();
-        // While the products run; where they lie is found anew, there is no register to keep it in.
+        // While the products run. Where they lie is found anew: there is a register to keep `fragment` in, and no other.
         if (piece == 0) {
           const float* here = &shared.row_scales[slot][group][ThreadPlace::here().first_row(tall)];
           row_scales[0] = here[0];

@@ -1,5 +1,6 @@
 // Epilogues of tiles with swapped operands. What is known of a token's row lies in the lane of its number.
 #pragma once
+#include "ptx/store.hpp"
 #include "roles/l1_epilogue.hpp"
 #include "roles/products_swapped.hpp"
 
@@ -139,7 +140,7 @@ MEGAMOE_FN void scatter_swapped(const Context& context, const TileResult& tile, 
   const uint32_t lane = place.lane;
   const Region& region = context.layout->combine;
   if (uniform(place.warpgroup) >= tile.pieces) return;
-  // Address, of token `lane`; a row that is none has any target: none that may be looked up.
+  // Address, of token `lane`. A row beyond the tile's has whatever metadata lies there: its rank may not be looked up.
   const uint64_t row = reinterpret_cast<uint64_t>(
       context.peer<uint16_t>(lane < tile.rows ? target.metadata[0] : context.rank, region) +
       target.metadata[2] * region.stride[0] + target.metadata[1] * region.stride[1]);
