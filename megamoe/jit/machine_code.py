@@ -6,7 +6,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-# Where the header of an ELF64 file has its table of sections: offset, size and number of entries, and which holds the names.
+# Where an ELF64 header has its table of sections: offset, size and number of entries, and which one holds the names.
 _E_SHOFF, _E_SHENTSIZE, _E_SHSTRNDX = 0x28, 0x3A, 0x3E
 
 
