@@ -365,6 +365,8 @@ def test_what_is_written_down_twice_is_the_same() -> None:
     assert (BUFFER_LINK, DUMP_SUFFIX) == (LINK_PREFIX, dump_module.SUFFIX)
     pull = (REPOSITORY / "csrc/protocol/pull.hpp").read_text()
     assert re.findall(r"constexpr uint32_t kPullWindow = (\d+);", pull) == [str(PULL_WINDOW)]
+    rule = "return rows > kRowsPerPull && rows <= context.problem->block_m / 2 ? kRowsPerPull / 2 : kRowsPerPull;"
+    assert rule in pull, "rows_per_run() of megamoe/inspect/rows.py says the same"
 
 
 def test_every_view_has_a_source_that_exists() -> None:

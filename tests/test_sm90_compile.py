@@ -262,7 +262,7 @@ def test_the_race_checker_finds_what_else_is_handed_over() -> None:
     assert not racecheck.handed_over(racecheck.Report(amax, read))
 
 
-def test_a_report_without_a_line_is_excused_only_if_each_build_has_such_an_access_there() -> None:
+def test_a_report_without_a_line_is_excused_only_if_every_access_at_its_offset_is() -> None:
     write = access_at("schedule.hpp", "slot.column = tile.column;", "Write")
     read = access_at("math.hpp", "const TileResult tile{slot.block,", "Read")
     unknown = replace(read, file="", line=0, offset=0x309A0)

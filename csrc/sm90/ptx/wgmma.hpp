@@ -18,22 +18,27 @@ MEGAMOE_FN uint64_t matrix_descriptor(uint32_t start) {
   return start | uint64_t(8 * kSwizzledRowBytes / kDescriptorBytes | 1u << 30) << 32;
 }
 
-MEGAMOE_FN void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-// The same for products that add to sums which were changed here: named, so that the change stays before it.
+// The compiler does not know that products change sums between their issue and wgmma_wait(). Named here, sums are neither read nor
+// changed across this point.
 template <uint32_t kSums>
-MEGAMOE_FN void wgmma_fence(float (&sums)[kSums]) {
+MEGAMOE_FN void pin_sums(float (&sums)[kSums]) {
 #pragma unroll
   for (float& sum : sums) asm volatile("" : "+f"(sum)::"memory");
+}
+
+MEGAMOE_FN void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+// The same for products that add to sums which were changed before.
+template <uint32_t kSums>
+MEGAMOE_FN void wgmma_fence(float (&sums)[kSums]) {
+  pin_sums(sums);
   wgmma_fence();
 }
 MEGAMOE_FN void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Afterwards the sums may be read. They are named here because the compiler takes them for complete at once, and would be free
-// to read them before.
+// Afterwards the sums may be read.
 template <uint32_t kSums>
 MEGAMOE_FN void wgmma_wait(float (&sums)[kSums]) {
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-#pragma unroll
-  for (float& sum : sums) asm volatile("" : "+f"(sum)::"memory");
+  pin_sums(sums);
 }
 
 // Where this lane reads its part of a fragment of 16 rows x 32 columns: offset in a swizzled tile aligned to 1024 bytes.
